@@ -1,0 +1,263 @@
+"""One frozen Config: defaults, then a TOML file, then the environment, then flags.
+
+`config.default.toml` beside this file is the reference: it names every key with its default, and it is
+read at start, so it cannot drift. Unknown keys and wrong types are errors that name the path.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from duetime.errors import SetupError
+from duetime.timetext import format_duration, parse_duration
+
+__all__ = ["Config", "load_config", "shown"]
+
+# Read by the command line and the clients, not settings of the server.
+_CLIENT_VARIABLES = frozenset({"DUETIME_URL", "DUETIME_TOKEN", "DUETIME_CONFIG"})
+
+
+class Duration:
+    """A length of time as a setting: written "90s", used as `.ms`."""
+
+    __slots__ = ("ms",)
+
+    def __init__(self, ms: int) -> None:
+        self.ms = ms
+
+    @property
+    def seconds(self) -> float:
+        return self.ms / 1_000
+
+
+class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    listen: str
+    request_bytes_max: int
+    connections_max: int
+    idle_timeout: Duration
+    drain_timeout: Duration
+
+
+class StoreConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    url: str
+
+
+class Namespaces(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    default_num_shards: int
+    create_on_first_use: bool
+
+
+class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    heartbeat_interval: Duration
+    lease: Duration
+    dead_after: Duration
+    look_ahead: Duration
+    timers_in_memory_max: int
+    writes_waiting_max: int
+    write_timeout: Duration
+    clock_skew_max: Duration
+
+
+class Delivery(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    concurrency_per_destination: int
+    concurrency_max: int
+    rate_per_destination: int
+    connect_timeout: Duration
+    breaker_failures: int
+    breaker_pause: Duration
+    breaker_pause_max: Duration
+    allow_networks: tuple[str, ...]
+    allow_http: bool
+    ca_file: str
+    user_agent: str
+
+
+class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    payload_bytes_max: int
+    json_depth_max: int
+    batch_timers_max: int
+    page_timers_max: int
+
+
+class Token(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    sha256: str
+    namespaces: tuple[str, ...] = ()
+    verbs: tuple[str, ...] = ()
+
+
+class Auth(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    tokens: tuple[Token, ...]
+
+
+class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    level: str
+    format: str
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    server: Server
+    store: StoreConfig
+    namespaces: Namespaces
+    engine: EngineConfig
+    delivery: Delivery
+    limits: Limits
+    auth: Auth
+    log: Log
+
+
+def load_config(
+    file: str | Path | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    flags: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration in force. `flags` maps dotted paths to values: {"store.url": "memory://"}."""
+    text = files("duetime").joinpath("config.default.toml").read_text("utf-8")
+    settings: dict[str, Any] = tomllib.loads(text)
+    if file is not None:
+        _merge(settings, _read_file(Path(file)), str(file))
+    _merge(settings, _from_environment(settings, environ), "the environment")
+    for path, value in (flags or {}).items():
+        section, _, key = path.partition(".")
+        settings[section][key] = value
+    _read_indirect(settings, environ)
+    try:
+        config = msgspec.convert(settings, Config, dec_hook=_duration)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        raise SetupError(f"configuration: {path.rstrip('`') or 'top level'}: {message}") from None
+    _check(config)
+    return config
+
+
+def shown(config: Config) -> str:
+    """The configuration as TOML, secrets redacted."""
+    lines: list[str] = []
+    for section in config.__struct_fields__:
+        lines.append(f"[{section}]")
+        part = getattr(config, section)
+        lines.extend(f"{key} = {_toml(_redacted(key, getattr(part, key)))}" for key in part.__struct_fields__)
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _redacted(key: str, value: Any) -> Any:
+    if key == "url" and "@" in value:
+        scheme, _, rest = value.partition("://")
+        user, _, host = rest.rpartition("@")
+        return f"{scheme}://{user.partition(':')[0]}:***@{host}"
+    return value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Duration):
+        return f'"{format_duration(value.ms)}"'
+    if isinstance(value, Token):
+        listed = ", ".join(f"{key} = {_toml(getattr(value, key))}" for key in ("name", "namespaces", "verbs"))
+        return f'{{ {listed}, sha256 = "***" }}'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return msgspec.json.encode(value).decode()
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise SetupError(f"configuration file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SetupError(f"configuration file {path}: {error}") from None
+
+
+def _merge(settings: dict[str, Any], changes: dict[str, Any], source: str) -> None:
+    for section, keys in changes.items():
+        if section not in settings or not isinstance(keys, dict):
+            raise SetupError(f"{source}: unknown section [{section}]; known are {', '.join(settings)}")
+        for key, value in keys.items():
+            if key not in settings[section]:
+                raise SetupError(f"{source}: unknown key {section}.{key}; known are {', '.join(settings[section])}")
+            settings[section][key] = value
+
+
+def _from_environment(settings: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    paths = {f"DUETIME_{s}_{k}".upper(): (s, k) for s, keys in settings.items() for k in keys}
+    changes: dict[str, Any] = {}
+    for name, text in environ.items():
+        if not name.startswith("DUETIME_") or name in _CLIENT_VARIABLES:
+            continue
+        if name not in paths:
+            raise SetupError(f"the environment: unknown variable {name}; `duetime config show --env` lists them")
+        section, key = paths[name]
+        changes.setdefault(section, {})[key] = _typed(name, text, settings[section][key])
+    return changes
+
+
+def _typed(name: str, text: str, default: Any) -> Any:
+    """An environment variable as the type its default has; lists and tables are written as JSON."""
+    if isinstance(default, str):
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        raise SetupError(f"the environment: {name} must be {type(default).__name__}, got {text!r}") from None
+
+
+def _read_indirect(value: Any, environ: Mapping[str, str]) -> Any:
+    """Replaces "file:/path" and "env:NAME", wherever they stand, by what they point at."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _read_indirect(item, environ)
+    elif isinstance(value, list):
+        return [_read_indirect(item, environ) for item in value]
+    elif isinstance(value, str) and value.startswith("file:"):
+        try:
+            return Path(value.removeprefix("file:")).read_text("utf-8").strip()
+        except OSError as error:
+            raise SetupError(f"configuration: {value}: {error.strerror}") from None
+    elif isinstance(value, str) and value.startswith("env:"):
+        name = value.removeprefix("env:")
+        if name not in environ:
+            raise SetupError(f"configuration: {value}: no such environment variable")
+        return environ[name]
+    return value
+
+
+def _duration(kind: type, value: Any) -> Any:
+    if kind is not Duration or not isinstance(value, str):
+        raise TypeError
+    return Duration(parse_duration(value))
+
+
+def _check(config: Config) -> None:
+    engine = config.engine
+    wrong: list[tuple[bool, str]] = [
+        (engine.heartbeat_interval.ms * 2 >= engine.lease.ms, "engine.lease: more than two heartbeat_intervals"),
+        (engine.dead_after.ms <= engine.lease.ms, "engine.dead_after: more than the lease"),
+        (engine.timers_in_memory_max < 1_000, "engine.timers_in_memory_max: at least 1000"),
+        (engine.writes_waiting_max < 1, "engine.writes_waiting_max: at least 1"),
+        (not 1 <= config.namespaces.default_num_shards <= 16_384, "namespaces.default_num_shards: 1 to 16384"),
+        (config.delivery.concurrency_per_destination < 1, "delivery.concurrency_per_destination: at least 1"),
+        (config.delivery.concurrency_max < 1, "delivery.concurrency_max: at least 1"),
+        (config.delivery.breaker_failures < 1, "delivery.breaker_failures: at least 1"),
+        (config.log.level not in ("debug", "info", "warning", "error"), "log.level: debug, info, warning or error"),
+        (config.log.format not in ("text", "json"), "log.format: text or json"),
+    ]
+    for is_wrong, must_be in wrong:
+        if is_wrong:
+            path, _, rule = must_be.partition(": ")
+            raise SetupError(f"configuration: {path} must be {rule}")
+    for token in config.auth.tokens:
+        unknown = set(token.verbs) - {"read", "write", "admin"}
+        if unknown:
+            raise SetupError(f"configuration: auth.tokens: {token.name}: unknown verbs {', '.join(sorted(unknown))}")
+        if len(token.sha256) != 64:
+            raise SetupError(f"configuration: auth.tokens: {token.name}: sha256 must be 64 hex digits")

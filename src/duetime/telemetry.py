@@ -1,0 +1,165 @@
+"""Every metric and log name, once. Counting is an attribute addition, so it may stand on hot paths.
+
+A metric is made here and nowhere else; `render` writes all of them in the Prometheus text format.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+__all__ = ["Counter", "Gauge", "Histogram", "Telemetry", "set_up_logging"]
+
+log = logging.getLogger("duetime")
+
+LATENESS_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
+DURATION_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BATCH_SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+
+
+class Counter:
+    """Only grows. One value, or one for each value of a label."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, help: str, label: str | None = None) -> None:
+        self.name, self.help, self.label = name, help, label
+        self.value = 0
+        self.by_label: dict[str, int] = {}
+
+    def add(self, label_value: str, amount: int = 1) -> None:
+        self.by_label[label_value] = self.by_label.get(label_value, 0) + amount
+
+    def lines(self) -> list[str]:
+        if self.label is None:
+            return [f"{self.name} {self.value}"]
+        return [f'{self.name}{{{self.label}="{_escaped(v)}"}} {n}' for v, n in sorted(self.by_label.items())]
+
+
+class Gauge:
+    """Read when asked for."""
+
+    kind = "gauge"
+
+    def __init__(self, name: str, help: str) -> None:
+        self.name, self.help = name, help
+        self.read: Callable[[], float] = lambda: 0
+
+    def lines(self) -> list[str]:
+        return [f"{self.name} {self.read():g}"]
+
+
+class Histogram:
+    kind = "histogram"
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
+        self.name, self.help = name, help
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def quantile(self, q: float) -> float | None:
+        """The upper bound of the bucket the quantile falls into; None without observations."""
+        total = self.count
+        if not total:
+            return None
+        below = 0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            below += count
+            if below >= q * total:
+                return bound
+        return self.bounds[-1]
+
+    def lines(self) -> list[str]:
+        below, lines = 0, []
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            below += count
+            lines.append(f'{self.name}_bucket{{le="{bound:g}"}} {below}')
+        total = self.count
+        lines.append(f'{self.name}_bucket{{le="+Inf"}} {total}')
+        lines.append(f"{self.name}_sum {self.sum:g}")
+        lines.append(f"{self.name}_count {total}")
+        return lines
+
+
+class Telemetry:
+    """All metrics of one instance."""
+
+    def __init__(self) -> None:
+        self.requests = Counter("duetime_http_requests_total", "HTTP requests by status.", "status")
+        self.created = Counter("duetime_timers_created_total", "Creates that were acknowledged.")
+        self.updated = Counter("duetime_timers_updated_total", "Updates that were acknowledged.")
+        self.deleted = Counter("duetime_timers_deleted_total", "Deletes that were acknowledged.")
+        self.attempts = Counter("duetime_attempts_total", "Deliveries started.")
+        self.outcomes = Counter("duetime_outcomes_total", "Attempts by what came of them.", "outcome")
+        self.endings = Counter("duetime_timers_reached_total", "Timers that are over, by how they ended.", "ending")
+        self.stale_outcomes = Counter(
+            "duetime_stale_outcomes_total", "Outcomes of attempts whose timer was replaced or deleted meanwhile."
+        )
+        self.parked = Counter("duetime_timers_parked_total", "Due timers put back to the store, memory being full.")
+        self.commits = Counter("duetime_commits_total", "Commits by result.", "result")
+        self.shards_lost = Counter("duetime_shards_lost_total", "Shards lost to another instance by a failed fence.")
+        self.reclaims = Counter("duetime_reclaims_total", "Shards claimed again after an unknown outcome.")
+        self.heartbeats = Counter("duetime_heartbeats_total", "Heartbeats by result.", "result")
+        self.lateness = Histogram(
+            "duetime_late_by_seconds", "Start of the first attempt minus the time asked for.", LATENESS_SECONDS
+        )
+        self.commit_seconds = Histogram("duetime_commit_seconds", "Duration of store commits.", DURATION_SECONDS)
+        self.commit_operations = Histogram("duetime_commit_operations", "Operations in one commit.", BATCH_SIZES)
+        self.loop_lag_seconds = Histogram(
+            "duetime_loop_lag_seconds", "How late the event loop ran a timer of its own.", DURATION_SECONDS
+        )
+        self.in_memory = Gauge("duetime_timers_in_memory", "Timers held in memory.")
+        self.in_flight = Gauge("duetime_deliveries_in_flight", "Deliveries under way.")
+        self.held = Gauge("duetime_timers_held", "Due timers waiting for their destination.")
+        self.writes_waiting = Gauge("duetime_writes_waiting", "Operations waiting for a commit.")
+        self.shards_owned = Gauge("duetime_shards_owned", "Shards owned by this instance.")
+        self.lease_seconds = Gauge("duetime_lease_seconds", "How much longer this instance may fire.")
+        self.clock_skew_seconds = Gauge("duetime_clock_skew_seconds", "This machine's clock minus the database's.")
+        self.oldest_due_seconds = Gauge("duetime_oldest_due_seconds", "Age of the oldest due timer not yet fired.")
+
+    def render(self) -> str:
+        lines: list[str] = []
+        for metric in vars(self).values():
+            lines.append(f"# HELP {metric.name} {metric.help}")
+            lines.append(f"# TYPE {metric.name} {metric.kind}")
+            lines.extend(metric.lines())
+        return "\n".join(lines) + "\n"
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(entry).decode()
+
+
+def set_up_logging(level: str, format: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        _JsonLines() if format == "json" else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
+    )
+    log.handlers[:] = [handler]
+    log.setLevel(level.upper())
+    log.propagate = False
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

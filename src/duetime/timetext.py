@@ -1,0 +1,92 @@
+"""Instants and durations as text: RFC 3339 and "90s" / "PT1H30M" to milliseconds and back. Pure.
+
+Both parsers raise ValueError with a message that reads on after the name of the field at fault.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, date, datetime, timedelta
+
+__all__ = ["EARLIEST_MS", "LATEST_MS", "format_duration", "format_instant", "parse_duration", "parse_instant"]
+
+# Instants a timer may have: from 1970-01-01T00:00:00Z up to, not including, 9999-01-01T00:00:00Z.
+EARLIEST_MS = 0
+LATEST_MS = 253_370_764_800_000
+
+DURATION_MAX_MS = 100 * 366 * 86_400_000
+
+_EPOCH_DAY = date(1970, 1, 1).toordinal()
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+_INSTANT = re.compile(
+    r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,30}))?(?:([Zz])|([+-])(\d\d):(\d\d))", re.ASCII
+)
+_WITHOUT_OFFSET = re.compile(r"\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d(:\d\d(\.\d+)?)?)?", re.ASCII)
+
+
+def parse_instant(text: str) -> int:
+    """Milliseconds since 1970, rounded *up*: a timer is never early."""
+    match = _INSTANT.fullmatch(text)
+    if match is None:
+        if _WITHOUT_OFFSET.fullmatch(text):
+            raise ValueError('needs a time and an offset, as in "2027-01-01T09:00:00Z" or "…T09:00:00+01:00"')
+        raise ValueError('must be an RFC 3339 instant such as "2027-01-01T09:00:00Z"')
+    year, month, day, hour, minute, second, fraction, _, sign, offset_hour, offset_minute = match.groups()
+    if second == "60":
+        raise ValueError("names a leap second (:60), which has no place on a computer's clock")
+    if hour > "23" or minute > "59" or second > "59":
+        raise ValueError("is not a time of day")
+    try:
+        days = date(int(year), int(month), int(day)).toordinal() - _EPOCH_DAY
+    except ValueError:
+        raise ValueError("is not a day of the calendar") from None
+    milliseconds = (days * 86_400 + int(hour) * 3_600 + int(minute) * 60 + int(second)) * 1_000
+    if fraction is not None:
+        milliseconds += int(fraction[:3].ljust(3, "0")) + (fraction[3:].strip("0") != "")
+    if sign is not None:
+        if offset_hour > "23" or offset_minute > "59":
+            raise ValueError("has an offset that is not one")
+        offset = (int(offset_hour) * 60 + int(offset_minute)) * 60_000
+        milliseconds += offset if sign == "-" else -offset
+    if not EARLIEST_MS <= milliseconds < LATEST_MS:
+        raise ValueError("must lie between 1970-01-01T00:00:00Z and 9999-01-01T00:00:00Z")
+    return milliseconds
+
+
+def format_instant(milliseconds: int) -> str:
+    """UTC with milliseconds, as every instant leaves Duetime."""
+    instant = _EPOCH + timedelta(milliseconds=milliseconds)
+    return f"{instant:%Y-%m-%dT%H:%M:%S}.{milliseconds % 1_000:03d}Z"
+
+
+_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_SHORT = re.compile(r"(?:\d{1,15}(?:\.\d{1,3})?(?:ms|s|m|h|d))+", re.ASCII)
+_SHORT_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", re.ASCII)
+_ISO = re.compile(
+    r"P(?:(\d{1,9})W)?(?:(\d{1,9})D)?(?:T(?:(\d{1,9})H)?(?:(\d{1,9})M)?(?:(\d{1,12}(?:\.\d{1,3})?)S)?)?", re.ASCII
+)
+
+
+def parse_duration(text: str) -> int:
+    """ "250ms", "90s", "1h30m", "2d", or ISO 8601 such as "PT1H30M", in milliseconds."""
+    total = 0.0
+    if _SHORT.fullmatch(text):
+        for number, unit in _SHORT_PART.findall(text):
+            total += float(number) * _UNITS_MS[unit]
+    elif (match := _ISO.fullmatch(text)) and not text.endswith(("P", "T")):
+        weeks, days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        total = (((weeks * 7 + days) * 24 + hours) * 60 + minutes) * 60_000 + seconds * 1_000
+    else:
+        raise ValueError('must be a duration such as "90s", "1h30m" or "PT1H30M"')
+    if total > DURATION_MAX_MS:
+        raise ValueError("must be at most 100 years")
+    return round(total)
+
+
+def format_duration(milliseconds: int) -> str:
+    """The shortest of the forms parse_duration reads: 5400000 -> "90m"."""
+    for unit in ("d", "h", "m", "s"):
+        if milliseconds and milliseconds % _UNITS_MS[unit] == 0:
+            return f"{milliseconds // _UNITS_MS[unit]}{unit}"
+    return f"{milliseconds}ms" if milliseconds else "0s"
