@@ -7,7 +7,6 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from duetime.errors import InvalidField
 from duetime.model import Contact, Namespace, Outcome, Timer
 
 __all__ = ["Attempt", "Deliverer", "Router"]
@@ -33,6 +32,10 @@ class Deliverer(Protocol):
         """Refuse a target that can never be called, with a ValueError that reads on after the field's name."""
         ...
 
+    def check_headers(self, headers: Mapping[str, str]) -> None:
+        """Refuse headers a timer may not carry, in the same way."""
+        ...
+
     def destination(self, url: str) -> str:
         """What caps and breakers count by: targets with the same destination share its fate."""
         ...
@@ -53,15 +56,15 @@ class Router:
     def _of(self, url: str) -> Deliverer | None:
         return self._by_scheme.get(url.partition(":")[0].lower())
 
-    def check(self, url: str, field: str = "callbackUrl") -> None:
+    def check(self, url: str) -> None:
         deliverer = self._of(url)
         if deliverer is None:
-            known = ", ".join(sorted(self._by_scheme))
-            raise InvalidField(field, f"{field} must be a URL with one of the schemes {known}")
-        try:
-            deliverer.check(url)
-        except ValueError as error:
-            raise InvalidField(field, f"{field} {error}") from None
+            raise ValueError(f"must be a URL with one of the schemes {', '.join(sorted(self._by_scheme))}")
+        deliverer.check(url)
+
+    def check_headers(self, headers: Mapping[str, str]) -> None:
+        for deliverer in self._by_scheme.values():
+            deliverer.check_headers(headers)
 
     def destination(self, url: str) -> str:
         deliverer = self._of(url)

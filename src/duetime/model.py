@@ -224,6 +224,37 @@ class Namespace(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="c
         return self.failed_retention_ms if ending is Ending.FAILED else self.delivered_retention_ms
 
 
+SECRET_PREFIX = "whsec_"  # noqa: S105 (a prefix, not a password)
+_REDACTED = (SECRET_PREFIX + "…", SECRET_PREFIX + "...")
+
+
+def redacted_secret(secret: str) -> str:
+    """A signing secret as it may be shown: enough to tell it from its neighbours, not enough to sign."""
+    return f"{SECRET_PREFIX}…{secret[-4:]}"
+
+
+def is_redacted_secret(text: str) -> bool:
+    return text.startswith(_REDACTED)
+
+
+def kept_secrets(given: tuple[str, ...], stored: tuple[str, ...]) -> tuple[str, ...]:
+    """The secrets an update asks for: a redacted one stands for the stored secret it is shown for.
+
+    So a namespace can be read, changed and sent back, and a secret rotated without knowing the old one.
+    Raises ValueError with a message that reads on after the field's name.
+    """
+    secrets: list[str] = []
+    for secret in given:
+        if is_redacted_secret(secret):
+            matching = [known for known in stored if redacted_secret(known)[-4:] == secret[-4:]]
+            if len(matching) != 1:
+                raise ValueError(f"has {secret!r}, which stands for {len(matching)} of the stored secrets, not for one")
+            secret = matching[0]
+        if secret not in secrets:
+            secrets.append(secret)
+    return tuple(secrets)
+
+
 # --- what a user asks for ------------------------------------------------------------------------
 
 
@@ -258,6 +289,82 @@ class TimerPatch(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True
     headers: dict[str, str] | UnsetType | None = UNSET
     tags: tuple[str, ...] | UnsetType | None = UNSET
     missed: Missed | UnsetType | None = UNSET
+
+
+class TimerFilter(Struct, frozen=True, kw_only=True):
+    namespace: str
+    state: State | None = None  # None: the scheduled ones first, then the reached ones
+    due_from_ms: int | None = None
+    due_until_ms: int | None = None
+    tag: str | None = None
+    id_prefix: str | None = None
+    correlation_id: str | None = None
+    limit: int = 100
+    cursor: str | None = None
+
+
+class NamespaceSpec(Struct, frozen=True, kw_only=True):
+    """What a user decides about a namespace. UNSET: the default at create, unchanged at update."""
+
+    name: str
+    num_shards: int | UnsetType = UNSET
+    callback_url: str | UnsetType | None = UNSET
+    retry_policy: RetryPolicy | UnsetType = UNSET
+    callback_timeout_seconds: int | UnsetType = UNSET
+    require_ok: bool | UnsetType = UNSET
+    delivered_retention_ms: int | UnsetType = UNSET
+    failed_retention_ms: int | UnsetType = UNSET
+    payload_bytes_max: int | UnsetType | None = UNSET
+    signing_secrets: tuple[str, ...] | UnsetType = UNSET
+
+
+# --- what a user is answered ---------------------------------------------------------------------
+
+
+class Created(Struct, frozen=True, gc=False):
+    view: TimerView
+    replaced: bool
+
+
+class Updated(Struct, frozen=True, gc=False):
+    view: TimerView
+    verdict: Verdict
+
+
+class MemberStatus(Struct, frozen=True, kw_only=True):
+    instance_id: str
+    address: str
+    alive: bool
+    self_: bool
+    shards: int
+
+
+class ShardStatus(Struct, frozen=True, kw_only=True):
+    shard_id: int
+    version: int
+    owner_id: str | None
+    owner_address: str | None
+    in_memory: int | None  # None: not owned here
+    horizon_ms: int | None
+
+
+class ClusterStatus(Struct, frozen=True, kw_only=True):
+    instance_id: str
+    version: str
+    store: str
+    ready: bool
+    reason: str | None  # why not ready
+    lease_ms: int
+    clock_skew_ms: int
+    members: tuple[MemberStatus, ...]
+    shards: tuple[ShardStatus, ...]
+    in_memory: int
+    in_flight: int
+    held: int
+    writes_waiting: int
+    oldest_due_ms: int | None
+    lateness_p50_ms: float | None
+    lateness_p99_ms: float | None
 
 
 # --- what becomes of an attempt ------------------------------------------------------------------
@@ -311,7 +418,7 @@ def settle(
     jitter: float,
 ) -> Settlement:
     """The settle table of the design: what an attempt's outcome makes of its timer. `jitter` is in [0, 1)."""
-    tried = _after_attempt(timer, started_at_ms)
+    tried = attempted(timer, started_at_ms)
     if outcome.contact is Contact.REFUSED:
         return _ended(tried, namespace, Ending.FAILED, now_ms, outcome.error or "refused")
     if outcome.contact is Contact.BROKEN:
@@ -412,7 +519,7 @@ def backoff_ms(policy: RetryPolicy, retries: int, jitter: float) -> int:
     return int(ceiling * jitter)
 
 
-def _after_attempt(timer: Timer, started_at_ms: int) -> Timer:
+def attempted(timer: Timer, started_at_ms: int) -> Timer:
     old = timer.extras
     first = old.first_attempt_at_ms
     late_by_ms = old.late_by_ms

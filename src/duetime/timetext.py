@@ -6,7 +6,8 @@ Both parsers raise ValueError with a message that reads on after the name of the
 from __future__ import annotations
 
 import re
-from datetime import UTC, date, datetime, timedelta
+from datetime import date
+from functools import lru_cache
 
 __all__ = ["EARLIEST_MS", "LATEST_MS", "format_duration", "format_instant", "parse_duration", "parse_instant"]
 
@@ -17,7 +18,6 @@ LATEST_MS = 253_370_764_800_000
 DURATION_MAX_MS = 100 * 366 * 86_400_000
 
 _EPOCH_DAY = date(1970, 1, 1).toordinal()
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 _INSTANT = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,30}))?(?:([Zz])|([+-])(\d\d):(\d\d))", re.ASCII
@@ -54,10 +54,22 @@ def parse_instant(text: str) -> int:
     return milliseconds
 
 
+@lru_cache(maxsize=4_096)
+def _day_text(day: int) -> str:
+    return date.fromordinal(_EPOCH_DAY + day).isoformat() + "T"
+
+
+_MINUTE_TEXT = [f"{minute // 60:02d}:{minute % 60:02d}:" for minute in range(1_440)]
+_SECOND_TEXT = [f"{second:02d}." for second in range(60)]
+_MILLISECOND_TEXT = [f"{millisecond:03d}Z" for millisecond in range(1_000)]
+
+
 def format_instant(milliseconds: int) -> str:
-    """UTC with milliseconds, as every instant leaves Duetime."""
-    instant = _EPOCH + timedelta(milliseconds=milliseconds)
-    return f"{instant:%Y-%m-%dT%H:%M:%S}.{milliseconds % 1_000:03d}Z"
+    """UTC with milliseconds, as every instant leaves Duetime. From tables: every answer holds several."""
+    day, rest = divmod(milliseconds, 86_400_000)
+    minute, rest = divmod(rest, 60_000)
+    second, rest = divmod(rest, 1_000)
+    return _day_text(day) + _MINUTE_TEXT[minute] + _SECOND_TEXT[second] + _MILLISECOND_TEXT[rest]
 
 
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}

@@ -1,0 +1,478 @@
+"""Requests, from the JSON of `wire.py` to the model.
+
+A request is checked here, whole, before anything acts on it, and every error names the field at fault.
+The payload is never decoded: it is checked where it stands and kept byte for byte, because a receiver
+may have signed or hashed it, and because numbers would not survive. Creates are the hot path.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from duetime import wire
+from duetime.config import Limits
+from duetime.errors import InvalidField, TooLarge
+from duetime.model import (
+    DAY_MS,
+    ID_BYTES_MAX,
+    MINUTE_MS,
+    SECRET_PREFIX,
+    Missed,
+    Namespace,
+    NamespaceSpec,
+    RetryPolicy,
+    TimerFilter,
+    TimerKey,
+    TimerPatch,
+    TimerSpec,
+    is_redacted_secret,
+)
+from duetime.timetext import format_duration, parse_duration, parse_instant
+from duetime.wire import SECRETS_MAX, URL_BYTES_MAX
+
+TAGS_MAX = 20
+TAG_BYTES_MAX = 64
+HEADERS_MAX = 32
+HEADERS_BYTES_MAX = 8_192
+YEAR_MS = 366 * DAY_MS
+
+S = TypeVar("S")
+T = TypeVar("T")
+Body = bytes | bytearray | Raw
+
+# --- requests: what is asked for -----------------------------------------------------------------
+
+_create = msgspec.json.Decoder(wire.CreateTimerJson)
+_update = msgspec.json.Decoder(wire.UpdateTimerJson)
+_timer_ref = msgspec.json.Decoder(wire.TimerRefJson)
+_raw_timers = msgspec.json.Decoder(wire.RawTimersJson)
+_list = msgspec.json.Decoder(wire.ListTimersJson)
+_namespace_ref = msgspec.json.Decoder(wire.NamespaceRefJson)
+_create_namespace = msgspec.json.Decoder(wire.CreateNamespaceJson)
+_update_namespace = msgspec.json.Decoder(wire.UpdateNamespaceJson)
+
+
+def decode_create(body: Body, limits: Limits) -> TimerSpec:
+    given = _decoded(_create, body)
+    namespace = checked_id("namespace", given.namespace)
+    timer_id = checked_id("timerId", given.timer_id)
+    execute_at_ms = delay_ms = None
+    if given.execute_at is not None:
+        if given.delay is not None:
+            raise InvalidField("delay", "delay and executeAt exclude each other: give one of them")
+        execute_at_ms = _instant("executeAt", given.execute_at)
+    elif given.delay is not None:
+        delay_ms = _duration("delay", given.delay)
+    else:
+        raise InvalidField("executeAt", "executeAt or delay is required: when to call")
+    return TimerSpec(
+        namespace=namespace,
+        timer_id=timer_id,
+        execute_at_ms=execute_at_ms,
+        delay_ms=delay_ms,
+        callback_url=None if given.callback_url is None else _url(given.callback_url),
+        payload=None if given.payload is UNSET else checked_payload(given.payload, limits),
+        retry_policy=None if given.retry_policy is None else _retry_policy(given.retry_policy),
+        callback_timeout_seconds=given.callback_timeout_seconds,
+        correlation_id=None if given.correlation_id is None else checked_id("correlationId", given.correlation_id),
+        headers=checked_headers(given.headers) if given.headers else None,
+        tags=_tags(given.tags) if given.tags else (),
+        missed=None if given.missed is None else _missed(given.missed),
+        if_absent=given.if_absent,
+    )
+
+
+def decode_update(body: Body, limits: Limits) -> tuple[TimerKey, TimerPatch]:
+    given = _decoded(_update, body)
+    key = TimerKey(checked_id("namespace", given.namespace), checked_id("timerId", given.timer_id))
+    if given.execute_at is not UNSET and given.delay is not UNSET:
+        raise InvalidField("delay", "delay and executeAt exclude each other: give one of them")
+    patch = TimerPatch(
+        execute_at_ms=UNSET if given.execute_at is UNSET else _instant("executeAt", given.execute_at),
+        delay_ms=UNSET if given.delay is UNSET else _duration("delay", given.delay),
+        callback_url=_if_given(given.callback_url, _url),
+        payload=UNSET if given.payload is UNSET else checked_payload(given.payload, limits),
+        retry_policy=_if_given(given.retry_policy, _retry_policy),
+        callback_timeout_seconds=given.callback_timeout_seconds,
+        correlation_id=_if_given(given.correlation_id, lambda text: checked_id("correlationId", text)),
+        headers=_if_given(given.headers, checked_headers),
+        tags=_if_given(given.tags, _tags),
+        missed=_if_given(given.missed, _missed),
+    )
+    if patch == TimerPatch():
+        raise InvalidField(None, "the update names no field to change")
+    return key, patch
+
+
+def _if_given(value: S | UnsetType | None, convert: Callable[[S], T]) -> T | UnsetType | None:
+    return value if value is UNSET or value is None else convert(value)
+
+
+def decode_timer_key(body: Body) -> TimerKey:
+    given = _decoded(_timer_ref, body)
+    return TimerKey(checked_id("namespace", given.namespace), checked_id("timerId", given.timer_id))
+
+
+def decode_timers(body: Body, limits: Limits) -> list[Raw]:
+    """The items of createMany and deleteMany, each still to be decoded: a bad one must not hurt the others."""
+    items = _decoded(_raw_timers, body).timers
+    if len(items) > limits.batch_timers_max:
+        raise InvalidField(
+            "timers", f"timers has {len(items)} items; one request may have {limits.batch_timers_max}: send several"
+        )
+    return items
+
+
+def decode_filter(body: Body, limits: Limits) -> TimerFilter:
+    given = _decoded(_list, body)
+    if given.limit > limits.page_timers_max:
+        raise InvalidField("limit", f"limit must be at most {limits.page_timers_max}")
+    for field, text in (("tag", given.tag), ("idPrefix", given.id_prefix), ("correlationId", given.correlation_id)):
+        if text:
+            checked_id(field, text)
+    return TimerFilter(
+        namespace=checked_id("namespace", given.namespace),
+        state=given.state,
+        due_from_ms=None if given.due_from is None else _instant("dueFrom", given.due_from),
+        due_until_ms=None if given.due_until is None else _instant("dueUntil", given.due_until),
+        tag=given.tag,
+        id_prefix=given.id_prefix or None,
+        correlation_id=given.correlation_id,
+        limit=given.limit,
+        cursor=given.cursor,
+    )
+
+
+def decode_namespace_name(body: Body) -> str:
+    return checked_id("namespace", _decoded(_namespace_ref, body).namespace)
+
+
+def decode_namespace_create(body: Body, limits: Limits) -> NamespaceSpec:
+    given = _decoded(_create_namespace, body)
+    return _namespace_spec(given, limits)
+
+
+def decode_namespace_update(body: Body, limits: Limits) -> NamespaceSpec:
+    given = _decoded(_update_namespace, body)
+    if given.num_shards is not UNSET:
+        raise InvalidField("numShards", "numShards never changes")
+    return _namespace_spec(given, limits)
+
+
+_NAMESPACE_DEFAULTS = Namespace(name="", num_shards=1, created_at_ms=0)
+
+
+def _namespace_spec(given: wire.CreateNamespaceJson | wire.UpdateNamespaceJson, limits: Limits) -> NamespaceSpec:
+    default = _NAMESPACE_DEFAULTS
+    size = given.payload_bytes_max
+    if size and size > limits.payload_bytes_max:
+        raise InvalidField("payloadBytesMax", f"payloadBytesMax must be at most {limits.payload_bytes_max}")
+    retry, timeout, secrets = given.retry_policy, given.callback_timeout_seconds, given.signing_secrets
+    return NamespaceSpec(
+        name=checked_id("namespace", given.namespace),
+        num_shards=given.num_shards,
+        callback_url=_if_given(given.callback_url, _url),
+        retry_policy=default.retry_policy if retry is None else UNSET if retry is UNSET else _retry_policy(retry),
+        callback_timeout_seconds=default.callback_timeout_seconds if timeout is None else timeout,
+        require_ok=default.require_ok if given.require_ok is None else given.require_ok,
+        delivered_retention_ms=_retention(
+            "deliveredRetention", given.delivered_retention, default.delivered_retention_ms
+        ),
+        failed_retention_ms=_retention("failedRetention", given.failed_retention, default.failed_retention_ms),
+        payload_bytes_max=size,
+        signing_secrets=() if secrets is None else UNSET if secrets is UNSET else _secrets(secrets),
+    )
+
+
+def decode_nothing(body: Body) -> None:
+    if body:
+        _decoded(_nothing, body)
+
+
+_nothing = msgspec.json.Decoder(wire.EmptyJson)
+
+# --- requests: what is wrong with them -----------------------------------------------------------
+
+
+def _decoded(decoder: msgspec.json.Decoder[S], body: Body) -> S:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise _malformed(bytes(body), str(error)) from None
+    except UnicodeDecodeError:
+        raise InvalidField(None, "the body is not UTF-8") from None
+    except RecursionError:
+        raise InvalidField(None, "the body is nested too deeply") from None
+
+
+_NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
+
+
+def _explained(message: str) -> InvalidField:
+    """msgspec's "Expected `int`, got `str` - at `$.retryPolicy.maxRetries`" as an error that names the field."""
+    fault, _, path = message.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    if match := _NAMED.fullmatch(fault):
+        which, name = match.groups()
+        field = f"{path}.{name}" if path else name
+        if which == "missing required":
+            return InvalidField(field, f"{field} is required")
+        if field == "schedule":
+            return InvalidField(field, "schedule is not supported by this version: use executeAt or delay")
+        return InvalidField(field, f"{field} is not a field of this request")
+    fault = fault.replace("`", "").removeprefix("Expected ")
+    if not path:
+        return InvalidField(None, f"the body must be {fault}")
+    if fault.startswith("Invalid enum value"):
+        return InvalidField(path, f"{path} must not be {fault.removeprefix('Invalid enum value ')}")
+    return InvalidField(path, f"{path} must be {fault}")
+
+
+def _malformed(body: bytes, message: str) -> InvalidField:
+    if not body.strip():
+        return InvalidField(None, "the body is empty: send a JSON object")
+    field = _field_with_lone_surrogate(body)
+    if field is not None:
+        return InvalidField(field or None, f"{field or 'the body'} has half of a surrogate pair, which is no character")
+    return InvalidField(None, f"the body is not JSON: {message.removeprefix('JSON is malformed: ')}")
+
+
+def _field_with_lone_surrogate(body: bytes) -> str | None:
+    """Which top-level field holds a lone surrogate; "" if another place does, None if none. Not a hot path."""
+    if re.search(rb"\\u[dD][89a-fA-F]", body) is None:
+        return None
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    for name, value in document.items() if isinstance(document, dict) else ():
+        if isinstance(name, str) and _has_surrogate(value):
+            return str(name)
+    return "" if _has_surrogate(document) else None
+
+
+def _has_surrogate(value: Any) -> bool:
+    return re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)) is not None
+
+
+# --- checks of single fields ---------------------------------------------------------------------
+
+
+def checked_id(field: str, text: str) -> str:
+    """An id, a name or a correlation id: bounded in bytes, because databases are."""
+    if not 1 <= len(text) <= ID_BYTES_MAX or (not text.isascii() and _byte_length(field, text) > ID_BYTES_MAX):
+        raise InvalidField(field, f"{field} must have 1 to {ID_BYTES_MAX} bytes")
+    if "\0" in text:
+        raise InvalidField(field, f"{field} must not contain NUL")
+    return text
+
+
+def _byte_length(field: str, text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidField(field, f"{field} has half of a surrogate pair, which is no character") from None
+
+
+def _instant(field: str, text: str) -> int:
+    try:
+        return parse_instant(text)
+    except ValueError as error:
+        raise InvalidField(field, f"{field} {error}") from None
+
+
+def _duration(field: str, text: str) -> int:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise InvalidField(field, f"{field} {error}") from None
+
+
+def _bounded(field: str, text: str, least_ms: int, most_ms: int) -> int:
+    milliseconds = _duration(field, text)
+    if not least_ms <= milliseconds <= most_ms:
+        raise InvalidField(field, f"{field} must be between {format_duration(least_ms)} and {format_duration(most_ms)}")
+    return milliseconds
+
+
+def _retention(field: str, text: str | UnsetType | None, default_ms: int) -> int | UnsetType:
+    if text is None or text is UNSET:
+        return default_ms if text is None else UNSET
+    return _bounded(field, text, 0, 10 * YEAR_MS)
+
+
+def _url(text: str) -> str:
+    """Only its size; whether it may be called is the deliverer's to say."""
+    if not 1 <= _byte_length("callbackUrl", text) <= URL_BYTES_MAX:
+        raise InvalidField("callbackUrl", f"callbackUrl must have 1 to {URL_BYTES_MAX} bytes")
+    return text
+
+
+@lru_cache(maxsize=1_024)
+def _retry_policy(given: wire.RetryPolicyJson) -> RetryPolicy:
+    """Cached: the timers of one program mostly carry the same few policies, which then are the same object."""
+    initial_ms = _bounded("retryPolicy.initialInterval", given.initial_interval, 1, DAY_MS)
+    if given.max_interval is None:
+        max_interval_ms = max(10 * MINUTE_MS, initial_ms)
+    else:
+        max_interval_ms = _bounded("retryPolicy.maxInterval", given.max_interval, 1, YEAR_MS)
+    if max_interval_ms < initial_ms:
+        raise InvalidField("retryPolicy.maxInterval", "retryPolicy.maxInterval must not be less than initialInterval")
+    return RetryPolicy(
+        max_retries=given.max_retries,
+        initial_interval_ms=initial_ms,
+        backoff_multiplier=given.backoff_multiplier,
+        max_interval_ms=max_interval_ms,
+        max_duration_ms=_bounded("retryPolicy.maxDuration", given.max_duration, 1, YEAR_MS),
+    )
+
+
+@lru_cache(maxsize=1_024)
+def _missed(given: wire.MissedJson) -> Missed:
+    skip, fail = given.skip_if_late_by, given.fail_if_late_by
+    if (skip is None) == (fail is None):
+        raise InvalidField("missed", "missed must have exactly one of skipIfLateBy and failIfLateBy")
+    return Missed(
+        skip_if_late_by_ms=None if skip is None else _duration("missed.skipIfLateBy", skip),
+        fail_if_late_by_ms=None if fail is None else _duration("missed.failIfLateBy", fail),
+    )
+
+
+def _tags(tags: list[str]) -> tuple[str, ...]:
+    if len(tags) > TAGS_MAX:
+        raise InvalidField("tags", f"tags must be at most {TAGS_MAX}")
+    for tag in tags:
+        if not 1 <= _byte_length("tags", tag) <= TAG_BYTES_MAX or "\0" in tag:
+            raise InvalidField("tags", f"tags must have 1 to {TAG_BYTES_MAX} bytes each, without NUL")
+    return tuple(dict.fromkeys(tags))
+
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+", re.ASCII)
+_HEADER_VALUE = re.compile(r"(?:[!-~](?:[ \t!-~]*[!-~])?)?", re.ASCII)
+# Of the connection (hop by hop), of the message's framing, or made by Duetime for every callback.
+_RESERVED_HEADERS = frozenset(
+    {
+        "host",
+        "content-length",
+        "content-type",
+        "content-encoding",
+        "transfer-encoding",
+        "connection",
+        "keep-alive",
+        "te",
+        "trailer",
+        "upgrade",
+        "expect",
+        "proxy-connection",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "accept",
+        "accept-encoding",
+        "user-agent",
+        "idempotency-key",
+        "traceparent",
+    }
+)
+_RESERVED_PREFIXES = ("webhook-", "duetime-")
+
+
+def checked_headers(headers: dict[str, str]) -> dict[str, str]:
+    """Headers that can be sent as they are: nothing in them ends a line, frames a message or poses as Duetime."""
+    if len(headers) > HEADERS_MAX or sum(len(n) + len(v) for n, v in headers.items()) > HEADERS_BYTES_MAX:
+        raise InvalidField("headers", f"headers must be at most {HEADERS_MAX}, with {HEADERS_BYTES_MAX} bytes in all")
+    seen: set[str] = set()
+    for name, value in headers.items():
+        if _HEADER_NAME.fullmatch(name) is None:
+            raise InvalidField("headers", f"headers: {name!r} is not a header name")
+        lower = name.lower()
+        if lower in _RESERVED_HEADERS or lower.startswith(_RESERVED_PREFIXES):
+            raise InvalidField("headers", f"headers: {name} is set by Duetime itself")
+        if lower in seen:
+            raise InvalidField("headers", f"headers: {name} is named twice")
+        seen.add(lower)
+        if _HEADER_VALUE.fullmatch(value) is None:
+            raise InvalidField("headers", f"headers: the value of {name} must be visible ASCII, without line breaks")
+    return headers
+
+
+def _secrets(secrets: list[str]) -> tuple[str, ...]:
+    if len(secrets) > SECRETS_MAX:
+        raise InvalidField("signingSecrets", f"signingSecrets must be at most {SECRETS_MAX}")
+    for secret in secrets:
+        if not is_redacted_secret(secret):
+            _check_secret(secret)
+    return tuple(secrets)
+
+
+def _check_secret(secret: str) -> None:
+    try:
+        if not secret.startswith(SECRET_PREFIX):
+            raise ValueError
+        key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
+        if not 24 <= len(key) <= 64:
+            raise ValueError
+    except (ValueError, binascii.Error):
+        raise InvalidField(
+            "signingSecrets", 'signingSecrets must be "whsec_" and the base64 of 24 to 64 random bytes'
+        ) from None
+
+
+# --- the payload ---------------------------------------------------------------------------------
+
+# A number that does not fit a double has 200 digits, or an exponent of three. These find all such numbers,
+# and texts that look alike; only then is it worth while to look closely. Both run in linear time.
+_HUGE_EXPONENT = re.compile(rb"[eE][+]?0*[0-9]{3}")
+_HUGE_NUMBER = re.compile(rb"(?<![0-9])[0-9]{200}")
+_JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_ONE_KIND_OF_BRACKETS = bytes.maketrans(b"{}", b"[]")
+
+
+def checked_payload(raw: Raw | bytes, limits: Limits) -> str | None:
+    """The payload's text, unchanged; None for null. Its grammar was checked when the request was decoded."""
+    payload = bytes(raw)
+    if payload == b"null":
+        return None
+    if len(payload) > limits.payload_bytes_max:
+        raise TooLarge(
+            f"payload has {len(payload)} bytes; at most {limits.payload_bytes_max} are allowed", field="payload"
+        )
+    if payload.count(b"[") + payload.count(b"{") > limits.json_depth_max and _deeper_than(
+        limits.json_depth_max, payload
+    ):
+        raise InvalidField("payload", f"payload is nested more than {limits.json_depth_max} deep")
+    try:
+        text = payload.decode()
+    except UnicodeDecodeError:
+        raise InvalidField("payload", "payload is not UTF-8") from None
+    if _HUGE_EXPONENT.search(payload) or (len(payload) >= 200 and _HUGE_NUMBER.search(payload)):
+        json.loads(text, parse_int=_finite, parse_float=_finite)
+    return text
+
+
+def _deeper_than(depth_max: int, payload: bytes) -> bool:
+    brackets = _JSON_STRING.sub(b"", payload).translate(_ONE_KIND_OF_BRACKETS, _NOT_BRACKETS)
+    for _ in range(depth_max):
+        if not brackets:
+            return False
+        # The innermost level goes; what opens and closes around it is the innermost next.
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
+
+
+def _finite(number: str) -> None:
+    if not math.isfinite(float(number)):
+        shown = number if len(number) <= 20 else f"{number[:20]}…"
+        raise InvalidField("payload", f"payload has the number {shown}, which is beyond what a double can hold")

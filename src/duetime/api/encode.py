@@ -1,0 +1,194 @@
+"""Answers, from the model to the JSON of `wire.py`. A create's answer is the hot path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+from msgspec import UNSET, Raw
+
+from duetime import wire
+from duetime.errors import DuetimeError
+from duetime.model import (
+    NO_EXTRAS,
+    ClusterStatus,
+    Created,
+    Extras,
+    Missed,
+    Namespace,
+    RetryPolicy,
+    TimerView,
+    Updated,
+    Verdict,
+    redacted_secret,
+)
+from duetime.timetext import format_duration, format_instant
+from duetime.wire import TimerJson
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_view(view: TimerView) -> bytes:
+    return _encode(wire.TimerAnswer(timer_json(view)))
+
+
+def encode_created(created: Created) -> bytes:
+    return _encode(wire.CreatedAnswer(timer_json(created.view), created.replaced))
+
+
+def encode_updated(updated: Updated) -> bytes:
+    return _encode(wire.UpdatedAnswer(timer_json(updated.view), updated.verdict))
+
+
+def encode_verdict(verdict: Verdict) -> bytes:
+    return _encode(wire.DeletedAnswer(verdict))
+
+
+def encode_created_many(results: Sequence[Created | DuetimeError]) -> bytes:
+    return _encode(wire.CreatedManyAnswer([_create_result(result) for result in results]))
+
+
+def _create_result(result: Created | DuetimeError) -> wire.CreateResult:
+    if isinstance(result, Created):
+        return wire.CreateResult(timer_json(result.view), result.replaced)
+    return wire.CreateResult(error=wire.problem_of(result))
+
+
+def encode_deleted_many(results: Sequence[Verdict | DuetimeError]) -> bytes:
+    return _encode(
+        wire.DeletedManyAnswer(
+            [
+                wire.DeleteResult(result)
+                if isinstance(result, Verdict)
+                else wire.DeleteResult(error=wire.problem_of(result))
+                for result in results
+            ]
+        )
+    )
+
+
+def encode_page(views: Sequence[TimerView], next_cursor: str | None) -> bytes:
+    return _encode(wire.TimersAnswer([timer_json(view) for view in views], next_cursor))
+
+
+def encode_namespace(namespace: Namespace) -> bytes:
+    return _encode(wire.NamespaceAnswer(namespace_json(namespace)))
+
+
+def encode_namespaces(namespaces: Sequence[Namespace]) -> bytes:
+    return _encode(wire.NamespacesAnswer([namespace_json(namespace) for namespace in namespaces]))
+
+
+def timer_json(view: TimerView) -> TimerJson:
+    timer = view.timer
+    execute_at = format_instant(timer.execute_at_ms)
+    scheduled_at = execute_at if timer.scheduled_at_ms == timer.execute_at_ms else format_instant(timer.scheduled_at_ms)
+    answer = TimerJson(
+        timer.namespace,
+        timer.timer_id,
+        view.state,
+        execute_at,
+        scheduled_at,
+        format_instant(timer.created_at_ms),
+        timer.attempts,
+        timer.callback_url,
+        UNSET if timer.payload is None else Raw(timer.payload.encode()),
+        UNSET if timer.retry_policy is None else _retry_policy_json(timer.retry_policy),
+        UNSET if timer.callback_timeout_seconds is None else timer.callback_timeout_seconds,
+        UNSET if timer.correlation_id is None else timer.correlation_id,
+    )
+    if timer.extras != NO_EXTRAS:
+        _add_extras(answer, timer.extras)
+    if view.reached is not None:
+        answer.outcome = view.reached.ending
+        answer.reached_at = format_instant(view.reached.reached_at_ms)
+    return answer
+
+
+def _add_extras(answer: TimerJson, extras: Extras) -> None:
+    if extras.tags:
+        answer.tags = list(extras.tags)
+    if extras.headers:
+        answer.headers = extras.headers
+    if extras.missed is not None:
+        answer.missed = _missed_json(extras.missed)
+    if extras.first_attempt_at_ms is not None:
+        answer.first_attempt_at = format_instant(extras.first_attempt_at_ms)
+    if extras.last_attempt_at_ms is not None:
+        answer.last_attempt_at = format_instant(extras.last_attempt_at_ms)
+    if extras.late_by_ms is not None:
+        answer.late_by_ms = extras.late_by_ms
+    if extras.last_error is not None:
+        answer.last_error = extras.last_error
+
+
+@lru_cache(maxsize=1_024)
+def _retry_policy_json(policy: RetryPolicy) -> wire.RetryPolicyJson:
+    return wire.RetryPolicyJson(
+        max_retries=policy.max_retries,
+        initial_interval=format_duration(policy.initial_interval_ms),
+        backoff_multiplier=policy.backoff_multiplier,
+        max_interval=format_duration(policy.max_interval_ms),
+        max_duration=format_duration(policy.max_duration_ms),
+    )
+
+
+def _missed_json(missed: Missed) -> wire.MissedJson:
+    skip, fail = missed.skip_if_late_by_ms, missed.fail_if_late_by_ms
+    return wire.MissedJson(
+        skip_if_late_by=None if skip is None else format_duration(skip),
+        fail_if_late_by=None if fail is None else format_duration(fail),
+    )
+
+
+def namespace_json(namespace: Namespace) -> wire.NamespaceJson:
+    return wire.NamespaceJson(
+        namespace=namespace.name,
+        num_shards=namespace.num_shards,
+        callback_url=UNSET if namespace.callback_url is None else namespace.callback_url,
+        retry_policy=_retry_policy_json(namespace.retry_policy),
+        callback_timeout_seconds=namespace.callback_timeout_seconds,
+        require_ok=namespace.require_ok,
+        delivered_retention=format_duration(namespace.delivered_retention_ms),
+        failed_retention=format_duration(namespace.failed_retention_ms),
+        payload_bytes_max=UNSET if namespace.payload_bytes_max is None else namespace.payload_bytes_max,
+        signing_secrets=[redacted_secret(secret) for secret in namespace.signing_secrets],
+        created_at=format_instant(namespace.created_at_ms),
+    )
+
+
+def encode_cluster_status(status: ClusterStatus) -> bytes:
+    return _encode(
+        wire.ClusterStatusJson(
+            instance_id=status.instance_id,
+            version=status.version,
+            store=status.store,
+            ready=status.ready,
+            reason=UNSET if status.reason is None else status.reason,
+            lease_ms=status.lease_ms,
+            clock_skew_ms=status.clock_skew_ms,
+            members=[
+                wire.MemberJson(member.instance_id, member.address, member.alive, member.self_, member.shards)
+                for member in status.members
+            ],
+            shards=[
+                wire.ShardJson(
+                    shard.shard_id,
+                    shard.version,
+                    UNSET if shard.owner_id is None else shard.owner_id,
+                    UNSET if shard.owner_address is None else shard.owner_address,
+                    UNSET if shard.in_memory is None else shard.in_memory,
+                    UNSET if shard.horizon_ms is None else format_instant(max(shard.horizon_ms, 0)),
+                )
+                for shard in status.shards
+            ],
+            in_memory=status.in_memory,
+            in_flight=status.in_flight,
+            held=status.held,
+            writes_waiting=status.writes_waiting,
+            oldest_due_ms=UNSET if status.oldest_due_ms is None else status.oldest_due_ms,
+            lateness_p50_ms=UNSET if status.lateness_p50_ms is None else status.lateness_p50_ms,
+            lateness_p99_ms=UNSET if status.lateness_p99_ms is None else status.lateness_p99_ms,
+        )
+    )

@@ -1,0 +1,186 @@
+"""The OpenAPI 3.1 document, generated from the routes and the types of `wire.py`.
+
+`python -m duetime.api.openapi > spec/openapi.json` writes the copy in the repository; a test fails when
+it is not what the code says.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from duetime import __version__, wire
+from duetime.api.routes import PREFIX, ROUTES, Route
+
+__all__ = ["openapi", "openapi_document"]
+
+Json = dict[str, Any]
+
+_DESCRIPTION = """\
+Duetime is a durable timer service: tell it what to call and when; it calls back, at least once.
+
+All calls are `POST` with a JSON object, and answer with one. Field names are camelCase; a field that is not \
+known is an error, so that a typing mistake does not pass for a default. Instants are RFC 3339 with an offset, \
+durations texts such as `90s` or `PT1H30M`.
+
+Errors are `application/problem+json` (RFC 9457): programs look at `code`, and `field` names the field at fault. \
+With `not_applied` nothing was changed and the request may be repeated; with `outcome_unknown` the write may or \
+may not have happened: a create may be repeated all the same, because it replaces, anything else should look first.
+
+When the server has tokens, send one as `Authorization: Bearer TOKEN`. A token is good for some namespaces and \
+some of the verbs `read`, `write` and `admin`; `admin` includes the other two.
+"""
+
+_PROBLEMS = {
+    400: "The request is at fault; `field` says where.",
+    401: "A token is required, and the one sent is none.",
+    403: "The token lacks the verb or the namespace.",
+    404: "There is no such timer or namespace (`timer_not_found`, `namespace_not_found`).",
+    409: "The state of the timer or namespace does not allow this.",
+    413: "The body or the payload is too large.",
+    415: "The body is not declared as JSON.",
+    429: "Too many writes are waiting; nothing was applied. Retry after the time in `Retry-After`.",
+    500: "A defect of the server; `requestId` leads to it in the log.",
+    503: "`not_applied`: not now, nothing was changed, retry. `outcome_unknown`: the write may have been applied.",
+}
+_EVERYWHERE = (400, 401, 403, 413, 415, 500)
+
+
+@cache
+def openapi_document() -> bytes:
+    return msgspec.json.format(msgspec.json.encode(openapi()), indent=2) + b"\n"
+
+
+def openapi() -> Json:
+    shapes = [shape for route in ROUTES for shape in (route.request, route.answer)]
+    _, components = msgspec.json.schema_components(
+        [*shapes, wire.ProblemJson], ref_template="#/components/schemas/{name}"
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Duetime",
+            "version": __version__,
+            "summary": "A durable timer service.",
+            "description": _DESCRIPTION,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "security": [{}, {"token": []}],
+        "tags": [
+            {"name": "timers", "description": "Future callbacks."},
+            {"name": "namespaces", "description": "Scopes of timer ids, with the defaults of their timers."},
+            {"name": "cluster", "description": "How the service itself is doing."},
+            {"name": "server", "description": "For load balancers, monitoring and people."},
+        ],
+        "paths": {**{PREFIX + route.path: {"post": _operation(route)} for route in ROUTES}, **_documents()},
+        "components": {
+            "schemas": {_short(name): _tidy(schema) for name, schema in sorted(components.items())},
+            "responses": {f"Problem{status}": _problem(status) for status in _PROBLEMS},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route) -> Json:
+    group, _, name = route.path.partition("/")
+    statuses = sorted({*_EVERYWHERE, *route.errors})
+    return {
+        "operationId": f"{group}.{name}",
+        "tags": [group],
+        "summary": route.summary,
+        "description": f"{route.description}\n\nVerb: `{route.verb}`.".strip(),
+        "requestBody": {
+            "required": route.request is not wire.EmptyJson,
+            "content": {"application/json": {"schema": _reference(route.request), "example": route.example}},
+        },
+        "responses": {
+            "200": {"description": "Done.", "content": {"application/json": {"schema": _reference(route.answer)}}},
+            **{str(status): {"$ref": f"#/components/responses/Problem{status}"} for status in statuses},
+        },
+    }
+
+
+def _documents() -> Json:
+    """What is read with GET."""
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    ready = {
+        "200": {"description": "Ready.", "content": text},
+        "503": {"description": "Not ready; the body says why.", "content": text},
+    }
+    return {
+        "/healthz": _document("healthz", "Is the process alive?", {"200": {"description": "Yes.", "content": text}}),
+        "/readyz": _document("readyz", "Can it serve and fire?", ready),
+        "/metrics": _document(
+            "metrics",
+            "Metrics in the Prometheus text format",
+            {
+                "200": {"description": "All metrics of this instance.", "content": text},
+                "401": {"$ref": "#/components/responses/Problem401"},
+                "403": {"$ref": "#/components/responses/Problem403"},
+            },
+            security=[{}, {"token": []}],
+        ),
+    }
+
+
+def _document(name: str, summary: str, responses: Json, security: list[Json] | None = None) -> Json:
+    return {
+        "get": {
+            "operationId": f"server.{name}",
+            "tags": ["server"],
+            "summary": summary,
+            "security": security or [],
+            "responses": responses,
+        }
+    }
+
+
+def _problem(status: int) -> Json:
+    headers = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+    return {
+        "description": _PROBLEMS[status],
+        **({"headers": headers} if status in (429, 503) else {}),
+        "content": {"application/problem+json": {"schema": _reference(wire.ProblemJson)}},
+    }
+
+
+def _reference(shape: type) -> Json:
+    return {"$ref": f"#/components/schemas/{_short(shape.__name__)}"}
+
+
+def _short(name: str) -> str:
+    return name.removesuffix("Json")
+
+
+def _tidy(schema: Any) -> Any:
+    """msgspec's schema as a person would write it: no titles, short names, `null` as a type beside the other."""
+    if isinstance(schema, list):
+        return [_tidy(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    tidy: Json = {}
+    for key, value in schema.items():
+        if key == "properties":
+            tidy[key] = {name: _tidy(part) for name, part in value.items()}
+        elif key == "$ref":
+            tidy[key] = _short(value)
+        elif key == "description":
+            tidy[key] = " ".join(value.split())
+        elif key in ("examples", "default", "enum"):
+            if value is not None:
+                tidy[key] = value
+        elif key != "title" and not (key == "required" and not value):
+            tidy[key] = _tidy(value)
+    choices = tidy.get("anyOf", [])
+    if len(choices) == 2 and choices[1] == {"type": "null"} and isinstance(choices[0].get("type"), str):
+        del tidy["anyOf"]
+        tidy = {**choices[0], "type": [choices[0]["type"], "null"], **tidy}
+    return tidy
+
+
+if __name__ == "__main__":
+    sys.stdout.write(openapi_document().decode())

@@ -1,0 +1,144 @@
+"""listen: a local receiver that prints each callback on a line, verifies signatures, and answers as told."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace as Arguments
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+
+from msgspec import Struct
+
+from duetime.cli.connect import print_json
+from duetime.cli.screen import json_line, lateness, now_ms, painted, shortened, time_of_day
+from duetime.client import Callback, DuetimeError, InvalidField, again_at, ok, read_callback, retry
+from duetime.errors import SetupError
+from duetime.http_server import Handler, HttpServer, Request, Response, serve_http
+from duetime.signing import SignatureError, check_secret
+from duetime.signing import verify as verify_signature
+from duetime.timetext import parse_duration
+
+__all__ = ["Heard", "heard", "listen", "receive_on"]
+
+
+class Heard(Struct, frozen=True):
+    """A callback that came, and whether to believe it. `signature`: "ok", "none", or "bad: …"."""
+
+    callback: Callback
+    signature: str
+
+
+def heard(request: Request, secrets: Sequence[str]) -> Heard:
+    callback = read_callback(request.body, request.headers)
+    if not secrets or request.header(b"webhook-signature") is None:
+        return Heard(callback, "none")
+    try:
+        verify_signature(request.body, request.headers, secrets, now_s=now_ms() / 1_000)
+    except SignatureError as error:
+        return Heard(callback, f"bad: {error}")
+    return Heard(callback, "ok")
+
+
+async def receive_on(host: str, port: int, handler: Handler) -> HttpServer:
+    try:
+        return await serve_http(
+            handler, host, port, body_bytes_max=16 * 1024 * 1024, connections_max=1_024, idle_timeout_ms=75_000
+        )
+    except OSError as error:
+        raise SetupError(f"cannot listen on {host}:{port}: {error.strerror}; --port 0 takes a free one") from None
+
+
+async def listen(arguments: Arguments) -> int:
+    answer_of = _answer(arguments.answer)
+    delay_s = _milliseconds("--delay", arguments.delay) / 1_000
+    for secret in arguments.secret:
+        _check_secret(secret)
+    enough = asyncio.Event()
+    count = 0
+
+    async def handle(request: Request) -> Response:
+        nonlocal count
+        try:
+            what = heard(request, arguments.secret)
+        except DuetimeError as error:
+            _print_stranger(request, error, as_json=arguments.json)
+            return Response(400, b"")
+        count += 1
+        _print(what, as_json=arguments.json)
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        if arguments.once and count >= arguments.once:
+            enough.set()
+        return Response(arguments.status, answer_of())
+
+    server = await receive_on(arguments.host, arguments.port, handle)
+    if not arguments.json:
+        print(f"listening on http://{arguments.host}:{server.port}/ (Ctrl-C ends)", flush=True)
+        if not arguments.secret:
+            print(painted("signatures are not checked: give --secret to check them", "dim"), flush=True)
+    try:
+        await enough.wait()
+    except asyncio.CancelledError:
+        return 0  # Ctrl-C is how this ends
+    finally:
+        await server.close(drain_ms=1_000)
+    return 0
+
+
+def _answer(text: str) -> Callable[[], bytes]:
+    kind, _, value = text.partition("=")
+    if text == "ok":
+        return ok
+    if text == "fail":
+        return retry
+    if kind == "again":
+        after = timedelta(milliseconds=_milliseconds("--answer again", value))
+        return lambda: again_at(datetime.fromtimestamp(now_ms() / 1_000, UTC) + after)
+    raise InvalidField("--answer", f"--answer {text}: must be ok, fail, or again=DURATION as in again=10s")
+
+
+def _milliseconds(option: str, text: str) -> int:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise InvalidField(option, f"{option} {error}") from None
+
+
+def _check_secret(secret: str) -> None:
+    try:
+        check_secret(secret)
+    except ValueError as error:
+        raise InvalidField("--secret", f"--secret {error}") from None
+
+
+def _print(what: Heard, *, as_json: bool) -> None:
+    callback = what.callback
+    late_by_ms = callback.late_by.total_seconds() * 1_000
+    if as_json:
+        print_json({"callback": callback, "lateByMs": round(late_by_ms), "signature": what.signature})
+    else:
+        style = {"ok": "green", "none": "dim"}.get(what.signature, "red")
+        payload = "" if callback.payload is None else shortened(json_line(callback.payload), 60)
+        print(
+            time_of_day(),
+            painted(f"{callback.namespace}/{callback.timer_id}", "bold"),
+            f"attempt {callback.attempt}",
+            lateness(late_by_ms),
+            painted(f"signature {what.signature}", style),
+            payload,
+            sep="  ",
+        )
+    _flush()
+
+
+def _print_stranger(request: Request, error: DuetimeError, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"method": request.method, "path": request.path, "error": error.detail})
+    else:
+        print(f"{time_of_day()}  {request.method} {request.path}  {error.detail}")
+    _flush()
+
+
+def _flush() -> None:
+    """A pipe must see each line as it happens."""
+    print(end="", flush=True)

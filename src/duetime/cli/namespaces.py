@@ -1,0 +1,121 @@
+"""namespace create, get, list, update, delete, rotate-secret."""
+
+from __future__ import annotations
+
+from argparse import Namespace as Arguments
+
+from duetime.cli.connect import client_of, print_json
+from duetime.cli.screen import painted, show_fields, show_table
+from duetime.client import InvalidField, Namespace, NamespaceSettings
+
+__all__ = ["create", "delete", "get", "list_all", "rotate_secret", "update"]
+
+
+async def create(arguments: Arguments) -> int:
+    async with client_of(arguments) as client:
+        _show(
+            arguments,
+            await client.namespaces.create(arguments.name, num_shards=arguments.shards, **_settings(arguments)),
+        )
+    return 0
+
+
+async def get(arguments: Arguments) -> int:
+    async with client_of(arguments) as client:
+        _show(arguments, await client.namespaces.get(arguments.name))
+    return 0
+
+
+async def list_all(arguments: Arguments) -> int:
+    async with client_of(arguments) as client:
+        listed = await client.namespaces.list()
+    if arguments.json:
+        for namespace in listed:
+            print_json(namespace)
+    else:
+        show_table(
+            ["namespace", "shards", "keeps delivered", "keeps failed", "signed", "to"],
+            [
+                (
+                    n.namespace,
+                    str(n.num_shards),
+                    n.delivered_retention,
+                    n.failed_retention,
+                    "yes" if n.signing_secrets else "no",
+                    n.callback_url or "",
+                )
+                for n in listed
+            ],
+        )
+    return 0
+
+
+async def update(arguments: Arguments) -> int:
+    settings = _settings(arguments)
+    if not settings:
+        raise InvalidField(None, "nothing to change: give at least one option, such as --to")
+    async with client_of(arguments) as client:
+        _show(arguments, await client.namespaces.update(arguments.name, **settings))
+    return 0
+
+
+async def delete(arguments: Arguments) -> int:
+    async with client_of(arguments) as client:
+        await client.namespaces.delete(arguments.name)
+    if arguments.json:
+        print_json({"deleted": arguments.name})
+    else:
+        print(f"deleted {arguments.name}")
+    return 0
+
+
+async def rotate_secret(arguments: Arguments) -> int:
+    """The server shows secrets redacted; sent back in an update, a redacted one stands for itself."""
+    from duetime.signing import new_secret
+
+    secret = new_secret()
+    async with client_of(arguments) as client:
+        old = () if arguments.drop_old else (await client.namespaces.get(arguments.name)).signing_secrets[:1]
+        await client.namespaces.update(arguments.name, signing_secrets=[secret, *old])
+    if arguments.json:
+        print_json({"namespace": arguments.name, "secret": secret, "kept": len(old)})
+        return 0
+    print("The new secret, shown only this once; callbacks are signed by it from now on:\n")
+    print(f"  {secret}\n")
+    if old:
+        print("The one before keeps signing beside it. When all receivers know the new one, end that:")
+        print(f"  duetime namespace update {arguments.name} --secret THE_NEW_SECRET")
+    return 0
+
+
+def _settings(arguments: Arguments) -> NamespaceSettings:
+    given = {
+        "callback_url": arguments.to,
+        "callback_timeout_seconds": arguments.callback_timeout,
+        "require_ok": arguments.require_ok,
+        "delivered_retention": arguments.keep_delivered,
+        "failed_retention": arguments.keep_failed,
+        "payload_bytes_max": arguments.payload_bytes_max,
+        "signing_secrets": arguments.secret,
+    }
+    return {name: value for name, value in given.items() if value is not None}  # type: ignore[return-value]
+
+
+def _show(arguments: Arguments, namespace: Namespace) -> None:
+    if arguments.json:
+        print_json(namespace)
+        return
+    retries = namespace.retry_policy
+    show_fields(
+        [
+            ("namespace", painted(namespace.namespace, "bold")),
+            ("shards", str(namespace.num_shards)),
+            ("to", namespace.callback_url or ""),
+            ("callback timeout", f"{namespace.callback_timeout_seconds} s"),
+            ("retries", f"from {retries.initial_interval}, for {retries.max_duration}"),
+            ("demands ok", "yes" if namespace.require_ok else "no"),
+            ("keeps", f"delivered {namespace.delivered_retention}, failed {namespace.failed_retention}"),
+            ("secrets", ", ".join(namespace.signing_secrets) or "none: callbacks are not signed"),
+            ("created", f"{namespace.created_at.astimezone():%Y-%m-%d %H:%M:%S%z}"),
+        ]
+    )

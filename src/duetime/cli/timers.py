@@ -1,0 +1,293 @@
+"""timer create, get, update, delete, list, watch, fire-now, replay."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from argparse import Namespace as Arguments
+from contextlib import aclosing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from duetime.cli.connect import client_of, print_json
+from duetime.cli.screen import (
+    ago,
+    lateness,
+    now_ms,
+    painted,
+    relative,
+    shortened,
+    show_fields,
+    show_table,
+    spoken,
+    state,
+    time_of_day,
+)
+from duetime.client import (
+    InvalidField,
+    Missed,
+    NewTimer,
+    RetryPolicy,
+    State,
+    Timer,
+    TimerChanges,
+    TimerFilter,
+    Verdict,
+)
+
+__all__ = ["create", "delete", "fire_now", "get", "list_timers", "replay", "update", "watch"]
+
+LOOK_PAUSE_S, LOOK_PAUSE_MAX_S = 0.1, 2.0
+
+
+async def create(arguments: Arguments) -> int:
+    new = NewTimer(arguments.timer_id, if_absent=arguments.if_absent, **_fields(arguments))
+    async with client_of(arguments) as client:
+        created = await client.create(**msgspec.structs.asdict(new))
+    if arguments.json:
+        print_json(created)
+    else:
+        verb = "replaced" if created.replaced else "created"
+        print(f"{verb} {_name(created.timer)}, due {_when(created.timer.execute_at)}")
+    return 0
+
+
+async def get(arguments: Arguments) -> int:
+    async with client_of(arguments) as client:
+        timer = await client.get(arguments.timer_id, namespace=arguments.namespace)
+    _show(arguments, timer)
+    return 0
+
+
+async def update(arguments: Arguments) -> int:
+    changes: TimerChanges = _fields(arguments)  # type: ignore[assignment]
+    if not changes.keys() - {"namespace"}:
+        raise InvalidField(None, "nothing to change: give at least one option, such as --in or --payload")
+    async with client_of(arguments) as client:
+        updated = await client.update(arguments.timer_id, **changes)
+    if arguments.json:
+        print_json(updated)
+        return 0
+    print(f"updated {_name(updated.timer)}, due {_when(updated.timer.execute_at)}")
+    if updated.verdict is Verdict.IN_FLIGHT:
+        print("a callback with the old values is under way")
+    return 0
+
+
+async def delete(arguments: Arguments) -> int:
+    async with client_of(arguments) as client:
+        verdict = await client.delete(arguments.timer_id, namespace=arguments.namespace)
+    if arguments.json:
+        print_json({"verdict": verdict})
+    else:
+        said = {
+            Verdict.CANCELLED: "cancelled: it will not fire",
+            Verdict.IN_FLIGHT: "in flight: a callback is under way, none will follow",
+            Verdict.ALREADY_REACHED: "already over: there was nothing to cancel",
+        }
+        print(said.get(verdict, str(verdict)))
+    return 0
+
+
+async def fire_now(arguments: Arguments) -> int:
+    async with client_of(arguments) as client:
+        _show(arguments, await client.fire_now(arguments.timer_id, namespace=arguments.namespace))
+    return 0
+
+
+async def replay(arguments: Arguments) -> int:
+    async with client_of(arguments) as client:
+        _show(arguments, await client.replay(arguments.timer_id, namespace=arguments.namespace))
+    return 0
+
+
+async def list_timers(arguments: Arguments) -> int:
+    limit = arguments.limit or sys.maxsize
+    rows: list[tuple[str, ...]] = []
+    count = 0
+    async with (
+        client_of(arguments) as client,
+        aclosing(client.list(page_size=min(limit + 1, 500), **_filter(arguments))) as timers,
+    ):
+        async for timer in timers:
+            if count == limit:
+                break
+            count += 1
+            if arguments.json:
+                print_json(timer)
+            else:
+                rows.append(_row(timer))
+        else:
+            limit = sys.maxsize
+    if not arguments.json:
+        if rows:
+            show_table(["id", "state", "due", "attempts", "late by", "to"], rows)
+        else:
+            print("no timers")
+        if count == limit:
+            print(painted(f"… and more; --limit 0 shows all, the first {count} are above", "dim"))
+    return 0
+
+
+async def watch(arguments: Arguments) -> int:
+    """Looks often while something may happen, and seldom while the timer is far away."""
+    async with client_of(arguments) as client:
+        last: Timer | None = None
+        while True:
+            timer = await client.get(arguments.timer_id, namespace=arguments.namespace)
+            if last is None or _seen(timer) != _seen(last):
+                print_json(timer) if arguments.json else print(_change(timer))
+                sys.stdout.flush()
+            if timer.is_over:
+                return 0 if timer.state is State.DELIVERED else 1
+            last = timer
+            await asyncio.sleep(_until_next_look(timer))
+
+
+def _until_next_look(timer: Timer) -> float:
+    """In seconds. A timer may be changed or fired from elsewhere: never longer than LOOK_PAUSE_MAX_S."""
+    ahead_s = timer.execute_at.timestamp() - now_ms() / 1_000
+    return min(max(ahead_s, LOOK_PAUSE_S), LOOK_PAUSE_MAX_S)
+
+
+def _seen(timer: Timer) -> tuple[object, ...]:
+    return timer.state, timer.execute_at, timer.attempts, timer.created_at
+
+
+def _change(timer: Timer) -> str:
+    parts = [time_of_day(), state(timer.state).ljust(9)]
+    if timer.state is State.SCHEDULED:
+        parts.append(f"due {_when(timer.execute_at)}")
+        if timer.attempts:
+            parts.append(f"after {_attempts(timer)}: {timer.last_error or 'asked to be called again'}")
+    else:
+        parts += [text for text in (_attempts(timer), lateness(timer.late_by_ms), timer.last_error or "") if text]
+    return "  ".join(parts)
+
+
+# --- arguments and screens -----------------------------------------------------------------------
+
+
+def _fields(arguments: Arguments) -> dict[str, Any]:
+    """The options of create and update that were given."""
+    fields: dict[str, Any] = {
+        "at": arguments.at,
+        "delay": arguments.delay,
+        "callback_url": arguments.to,
+        "headers": _headers(arguments.header),
+        "tags": arguments.tag,
+        "correlation_id": arguments.correlation_id,
+        "callback_timeout_seconds": arguments.callback_timeout,
+        "retry_policy": _retry_policy(arguments),
+        "missed": _missed(arguments),
+        "namespace": arguments.namespace,
+    }
+    given = {name: value for name, value in fields.items() if value is not None}
+    if arguments.payload is not None:
+        given["payload"] = _payload(arguments.payload)
+    return given
+
+
+def _payload(text: str) -> Any:
+    if text == "-":
+        text = sys.stdin.read()
+    elif text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text("utf-8")
+        except OSError as error:
+            raise InvalidField("payload", f"--payload {text}: {error.strerror}") from None
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise InvalidField("payload", f"--payload is not JSON: {error}; a text needs quotes, '\"like this\"'") from None
+
+
+def _headers(given: list[str] | None) -> dict[str, str] | None:
+    if given is None:
+        return None
+    headers: dict[str, str] = {}
+    for text in given:
+        name, colon, value = text.partition(":")
+        if not colon:
+            raise InvalidField("headers", f"--header {text}: write it as NAME:VALUE")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def _retry_policy(arguments: Arguments) -> RetryPolicy | None:
+    given = {
+        "max_retries": arguments.max_retries,
+        "initial_interval": arguments.retry_from,
+        "max_interval": arguments.retry_up_to,
+        "max_duration": arguments.retry_for,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return RetryPolicy(**given) if given else None
+
+
+def _missed(arguments: Arguments) -> Missed | None:
+    if arguments.skip_if_late_by is None and arguments.fail_if_late_by is None:
+        return None
+    return Missed(skip_if_late_by=arguments.skip_if_late_by, fail_if_late_by=arguments.fail_if_late_by)
+
+
+def _filter(arguments: Arguments) -> TimerFilter:
+    given = {
+        "namespace": arguments.namespace,
+        "state": arguments.state,
+        "due_from": arguments.due_from,
+        "due_until": arguments.due_until,
+        "tag": arguments.tag,
+        "id_prefix": arguments.prefix,
+        "correlation_id": arguments.correlation_id,
+    }
+    return {name: value for name, value in given.items() if value is not None}  # type: ignore[return-value]
+
+
+def _show(arguments: Arguments, timer: Timer) -> None:
+    if arguments.json:
+        print_json(timer)
+        return
+    show_fields(
+        [
+            ("timer", painted(_name(timer), "bold")),
+            ("state", state(timer.state)),
+            ("due", _when(timer.execute_at)),
+            ("asked for", _when(timer.scheduled_at) if timer.scheduled_at != timer.execute_at else ""),
+            ("created", _when(timer.created_at)),
+            ("over since", _when(timer.reached_at) if timer.reached_at else ""),
+            ("attempts", str(timer.attempts or "")),
+            ("first fired", lateness(timer.late_by_ms)),
+            ("last error", timer.last_error or ""),
+            ("to", timer.callback_url),
+            ("payload", "" if timer.payload is None else shortened(msgspec.json.encode(timer.payload).decode(), 100)),
+            ("tags", ", ".join(timer.tags)),
+            ("correlation id", timer.correlation_id or ""),
+        ]
+    )
+
+
+def _row(timer: Timer) -> tuple[str, ...]:
+    return (
+        shortened(timer.timer_id, 40),
+        state(timer.state),
+        ago(timer.execute_at),
+        str(timer.attempts or ""),
+        "" if timer.late_by_ms is None else spoken(timer.late_by_ms),
+        shortened(timer.callback_url, 50),
+    )
+
+
+def _name(timer: Timer) -> str:
+    return timer.timer_id if timer.namespace == "default" else f"{timer.namespace}/{timer.timer_id}"
+
+
+def _when(at: datetime) -> str:
+    return f"{relative(at.timestamp() * 1_000)} ({at.astimezone():%Y-%m-%d %H:%M:%S%z})"
+
+
+def _attempts(timer: Timer) -> str:
+    return f"{timer.attempts} attempt{'s' * (timer.attempts != 1)}" if timer.attempts else ""

@@ -1,0 +1,284 @@
+"""What a user hands in and gets back: the JSON of wire.py as a Python user wants it.
+
+Instants are aware datetimes, payloads plain Python values, an absent value is None. A test holds these
+against wire.py, field by field.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypedDict
+
+import msgspec
+from msgspec import Struct
+
+from duetime.errors import InvalidField
+from duetime.model import Ending, State, Verdict
+from duetime.wire import MissedJson, RetryPolicyJson
+
+# --- what goes in --------------------------------------------------------------------------------
+
+
+class RetryPolicy(RetryPolicyJson, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
+    """How attempts are repeated. Durations are text such as "90s"; what is left out has its default."""
+
+
+class Missed(MissedJson, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
+    """What to do with a timer that could not be fired in time: one of the two, as a duration such as "10m"."""
+
+
+Delay = timedelta | str | float
+
+
+class NewTimer(Struct, frozen=True, gc=False):
+    """A timer to be created. Exactly one of `at` (aware, or RFC 3339 text) and `delay` (a float is seconds)."""
+
+    timer_id: str
+    at: datetime | str | None = None
+    delay: Delay | None = None
+    callback_url: str | None = None
+    payload: Any = None
+    retry_policy: RetryPolicy | Mapping[str, Any] | None = None
+    callback_timeout_seconds: int | None = None
+    headers: Mapping[str, str] | None = None
+    correlation_id: str | None = None
+    tags: Sequence[str] = ()
+    missed: Missed | Mapping[str, Any] | None = None
+    if_absent: bool = False
+    namespace: str | None = None
+
+
+class TimerChanges(TypedDict, total=False):
+    """Fields of an update. What is left out stays; None sets back to the default."""
+
+    at: datetime | str
+    delay: Delay
+    callback_url: str | None
+    payload: Any
+    retry_policy: RetryPolicy | Mapping[str, Any] | None
+    callback_timeout_seconds: int | None
+    headers: Mapping[str, str] | None
+    correlation_id: str | None
+    tags: Sequence[str] | None
+    missed: Missed | Mapping[str, Any] | None
+    namespace: str
+
+
+class TimerFilter(TypedDict, total=False):
+    """All conditions must hold. `due_from` is inclusive, `due_until` is not."""
+
+    state: State | str
+    due_from: datetime | str
+    due_until: datetime | str
+    tag: str
+    id_prefix: str
+    correlation_id: str
+    namespace: str
+
+
+class NamespaceSettings(TypedDict, total=False):
+    """What is left out has its default, or stays as it is; None sets back to the default."""
+
+    callback_url: str | None
+    retry_policy: RetryPolicy | Mapping[str, Any] | None
+    callback_timeout_seconds: int | None
+    require_ok: bool | None
+    delivered_retention: timedelta | str | None
+    failed_retention: timedelta | str | None
+    payload_bytes_max: int | None
+    signing_secrets: Sequence[str] | None
+
+
+class _CreateJson(Struct, gc=False, omit_defaults=True, rename="camel"):
+    """`NewTimer` as it goes over the wire (wire.CreateTimerJson, with any payload)."""
+
+    timer_id: str
+    namespace: str
+    execute_at: datetime | str | None = None
+    delay: str | None = None
+    callback_url: str | None = None
+    payload: Any = None
+    retry_policy: RetryPolicy | Mapping[str, Any] | None = None
+    callback_timeout_seconds: int | None = None
+    headers: Mapping[str, str] | None = None
+    correlation_id: str | None = None
+    tags: Sequence[str] = ()
+    missed: Missed | Mapping[str, Any] | None = None
+    if_absent: bool = False
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encoded_new(new: NewTimer, namespace: str) -> bytes:
+    if (new.at is None) is (new.delay is None):
+        raise InvalidField("at", "give exactly one of at and delay")
+    return encoded(
+        _CreateJson(
+            new.timer_id,
+            namespace if new.namespace is None else new.namespace,
+            None if new.at is None else _instant("at", new.at),
+            None if new.delay is None else _duration("delay", new.delay),
+            new.callback_url,
+            new.payload,
+            new.retry_policy,
+            new.callback_timeout_seconds,
+            new.headers,
+            new.correlation_id,
+            new.tags,
+            new.missed,
+            new.if_absent,
+        )
+    )
+
+
+def encoded(value: Any) -> bytes:
+    try:
+        return _encode(value)
+    except (TypeError, ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidField(None, f"cannot be written as JSON: {error}") from None
+
+
+def _instant(field: str, at: datetime | str) -> datetime | str:
+    if isinstance(at, str):
+        return at
+    if at.tzinfo is None:
+        raise InvalidField(field, f"{field} must be an aware datetime, as in datetime.now(UTC)")
+    return at if at.tzinfo is UTC else at.astimezone(UTC)
+
+
+def _duration(field: str, value: Delay) -> str:
+    if isinstance(value, str):
+        return value
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if not 0 <= seconds < math.inf:
+        raise InvalidField(field, f"{field} must not be negative or endless")
+    return f"{math.ceil(round(seconds * 1_000, 3))}ms"  # up: never early; but 1.1 s is not 1101 ms
+
+
+_WIRE_NAMES = {"at": "executeAt", "namespace": "namespace"}
+_INSTANTS = frozenset({"at", "due_from", "due_until"})
+_DURATIONS = frozenset({"delay", "delivered_retention", "failed_retention"})
+
+
+def wire_dict(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as the wire wants them: camelCase, instants and durations as text."""
+    wired: dict[str, Any] = {}
+    for name, value in fields.items():
+        if value is not None and name in _INSTANTS:
+            value = _instant(name, value)
+        elif value is not None and name in _DURATIONS:
+            value = _duration(name, value)
+        wired[_WIRE_NAMES.get(name) or _camel(name)] = value
+    return wired
+
+
+@functools.cache
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+# --- what comes out ------------------------------------------------------------------------------
+
+
+class Timer(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A timer as it stands. `scheduled_at` is the time asked for, `execute_at` the next attempt."""
+
+    namespace: str
+    timer_id: str
+    state: State
+    execute_at: datetime
+    scheduled_at: datetime
+    created_at: datetime
+    attempts: int
+    callback_url: str
+    payload: Any = None
+    retry_policy: RetryPolicy | None = None
+    callback_timeout_seconds: int | None = None
+    correlation_id: str | None = None
+    tags: tuple[str, ...] = ()
+    headers: dict[str, str] | None = None
+    missed: Missed | None = None
+    outcome: Ending | None = None
+    reached_at: datetime | None = None
+    first_attempt_at: datetime | None = None
+    last_attempt_at: datetime | None = None
+    late_by_ms: int | None = None
+    last_error: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.outcome is not None
+
+
+class Created(Struct, frozen=True):
+    timer: Timer
+    replaced: bool
+
+
+class Updated(Struct, frozen=True):
+    timer: Timer
+    verdict: Verdict
+
+
+class Page(Struct, frozen=True, rename="camel"):
+    timers: list[Timer]
+    next_cursor: str | None = None
+
+
+class Namespace(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A namespace. Its signing secrets come redacted; in an update a redacted one stands for itself."""
+
+    namespace: str
+    num_shards: int
+    retry_policy: RetryPolicy
+    callback_timeout_seconds: int
+    require_ok: bool
+    delivered_retention: str
+    failed_retention: str
+    created_at: datetime
+    callback_url: str | None = None
+    payload_bytes_max: int | None = None
+    signing_secrets: tuple[str, ...] = ()
+
+
+class Member(Struct, frozen=True, kw_only=True, rename="camel"):
+    instance_id: str
+    address: str
+    alive: bool
+    self_: bool = msgspec.field(name="self")
+    shards: int
+
+
+class Shard(Struct, frozen=True, kw_only=True, rename="camel"):
+    shard_id: int
+    version: int
+    owner_id: str | None = None
+    owner_address: str | None = None
+    in_memory: int | None = None
+    horizon: datetime | None = None
+
+
+class ClusterStatus(Struct, frozen=True, kw_only=True, rename="camel"):
+    """The cluster as the answering instance sees it; counts are that instance's own."""
+
+    instance_id: str
+    version: str
+    store: str
+    ready: bool
+    lease_ms: int
+    clock_skew_ms: int
+    members: tuple[Member, ...]
+    shards: tuple[Shard, ...]
+    in_memory: int
+    in_flight: int
+    held: int
+    writes_waiting: int
+    reason: str | None = None
+    oldest_due_ms: int | None = None
+    lateness_p50_ms: float | None = msgspec.field(name="latenessP50Ms", default=None)
+    lateness_p99_ms: float | None = msgspec.field(name="latenessP99Ms", default=None)

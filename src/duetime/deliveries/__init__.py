@@ -1,0 +1,1 @@
+"""Deliverers: one file for each way to deliver. delivery.py is their port."""

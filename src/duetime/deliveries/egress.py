@@ -1,0 +1,238 @@
+"""The egress policy: which addresses callbacks may reach, and the resolver that holds names to it.
+
+Users of Duetime choose the URLs it calls, so without a policy they could reach whatever the server can
+reach: databases, admin pages, the cloud's metadata service. Addresses that are not public are refused
+unless the operator allows their network. The networks are listed here one by one, because
+`ipaddress.is_global` is not such a list: it passes NAT64, 6to4, site-local and multicast addresses.
+
+Names are judged by what they resolve to, never by how they look, and the addresses judged are the ones
+handed to the client to connect to: there is no second lookup whose answer could differ (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+from msgspec import Struct
+
+__all__ = ["LOOPBACK", "Address", "Network", "Refused", "Resolver", "literal_address", "parse_networks", "refusal"]
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+LOOPBACK: tuple[Network, ...] = (IPv4Network("127.0.0.0/8"), IPv6Network("::1/128"))
+
+# The first that holds an address names the reason, so single addresses stand before the networks around them.
+_REFUSED_V4 = [
+    (IPv4Network(network), reason)
+    for network, reason in (
+        ("169.254.169.254/32", "a cloud metadata address"),  # AWS, Google, Azure, and most others
+        ("169.254.170.2/32", "a cloud metadata address"),  # AWS ECS tasks
+        ("169.254.170.23/32", "a cloud metadata address"),  # AWS EKS pods
+        ("100.100.100.200/32", "a cloud metadata address"),  # Alibaba
+        ("192.0.0.192/32", "a cloud metadata address"),  # Oracle
+        ("168.63.129.16/32", "a cloud metadata address"),  # Azure's wire server: in a public block
+        ("0.0.0.0/8", "an unspecified address"),  # 0.0.0.0 reaches the machine itself
+        ("10.0.0.0/8", "a private address"),
+        ("100.64.0.0/10", "a carrier-grade NAT address"),
+        ("127.0.0.0/8", "a loopback address"),
+        ("169.254.0.0/16", "a link-local address"),
+        ("172.16.0.0/12", "a private address"),
+        ("192.0.0.0/24", "reserved for protocols"),
+        ("192.0.2.0/24", "a documentation address"),
+        ("192.31.196.0/24", "reserved (AS112)"),
+        ("192.52.193.0/24", "reserved (AMT)"),
+        ("192.88.99.0/24", "a 6to4 relay address"),
+        ("192.168.0.0/16", "a private address"),
+        ("192.175.48.0/24", "reserved (AS112)"),
+        ("198.18.0.0/15", "a benchmarking address"),
+        ("198.51.100.0/24", "a documentation address"),
+        ("203.0.113.0/24", "a documentation address"),
+        ("224.0.0.0/4", "a multicast address"),
+        ("255.255.255.255/32", "the broadcast address"),
+        ("240.0.0.0/4", "a reserved address"),
+    )
+]
+_REFUSED_V6 = [
+    (IPv6Network(network), reason)
+    for network, reason in (
+        ("::/128", "an unspecified address"),
+        ("::1/128", "a loopback address"),
+        ("::ffff:0:0/96", "an IPv4-mapped address"),
+        ("::ffff:0:0:0/96", "an IPv4-translated address"),
+        ("::/96", "an IPv4-compatible address"),
+        ("64:ff9b::/96", "a NAT64 address"),
+        ("64:ff9b:1::/48", "a NAT64 address"),
+        ("100::/64", "a discard-only address"),
+        ("2001::/32", "a Teredo address"),
+        ("2001:2::/48", "a benchmarking address"),
+        ("2001::/23", "reserved for protocols"),
+        ("2001:db8::/32", "a documentation address"),
+        ("2002::/16", "a 6to4 address"),
+        ("2620:4f:8000::/48", "reserved (AS112)"),
+        ("3ffe::/16", "a reserved address"),  # the former 6bone
+        ("3fff::/20", "a documentation address"),
+        ("fd00:ec2::254/128", "a cloud metadata address"),  # AWS
+        ("fd20:ce::254/128", "a cloud metadata address"),  # Google
+        ("fc00::/7", "a private address"),
+        ("fe80::/10", "a link-local address"),
+        ("fec0::/10", "a site-local address"),
+        ("ff00::/8", "a multicast address"),
+        # Only 2000::/3 is given out as global unicast; this is all the rest.
+        ("::/3", "a reserved address"),
+        ("4000::/2", "a reserved address"),
+        ("8000::/1", "a reserved address"),
+    )
+]
+
+
+class Refused(Exception):
+    """The policy forbids this target."""
+
+
+def refusal(address: Address, allowed: Iterable[Network]) -> str | None:
+    """Why the address may not be called, or None if it may. Pure.
+
+    An IPv4-mapped IPv6 address is reached by IPv4, so allowing the IPv4 network allows it too. The other
+    forms that carry an IPv4 address (NAT64, 6to4, …) go through somebody's gateway: they are refused as such.
+    """
+    inner = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    for network in allowed:
+        if address in network or (inner is not None and inner in network):
+            return None
+    if isinstance(address, IPv4Address):
+        return next((reason for network, reason in _REFUSED_V4 if address in network), None)
+    return next((reason for network, reason in _REFUSED_V6 if address in network), None)
+
+
+def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
+    """Raises ValueError naming the text that is not a network."""
+    networks: list[Network] = []
+    for text in texts:
+        try:
+            networks.append(ip_network(text))
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not a network such as 10.1.0.0/16: {error}") from None
+    return tuple(networks)
+
+
+def literal_address(host: str) -> Address | None:
+    """The address a host name is, if it is one: also in the odd forms 127.1, 0x7f.1, 2130706433, 0177.0.0.1."""
+    try:
+        return ip_address(host)
+    except ValueError:
+        pass
+    try:
+        return IPv4Address(socket.inet_aton(host.removesuffix(".")))
+    except OSError:
+        return None
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+Lookup = Callable[[str], Awaitable[Sequence[str]]]
+
+
+class _Found(Struct, frozen=True):
+    """What a lookup came to: addresses that may be called, or why there are none."""
+
+    at: float
+    addresses: tuple[str, ...] = ()
+    refused: str | None = None
+    failed: str | None = None
+
+
+class Resolver:
+    """Addresses of names, vetted, and cached so that DNS stays off the hot path. Give it to HttpClient.
+
+    Fresh answers are used as they are; older ones are used once more while a single lookup runs beside.
+    If **any** address of a name is refused, the name is: which of its addresses gets used depends on the order
+    of answers and on which connects, and a target that works now and then, or hides an internal address behind
+    a public one, should fail at once and always.
+    """
+
+    def __init__(
+        self,
+        allowed: Sequence[Network] = (),
+        *,
+        lookup: Lookup | None = None,
+        fresh_ms: int = 30_000,
+        stale_ms: int = 300_000,
+        failed_ms: int = 2_000,
+        names_max: int = 10_000,
+    ) -> None:
+        self._allowed = tuple(allowed)
+        self._lookup = lookup or _getaddrinfo
+        self._fresh_s, self._stale_s, self._failed_s = fresh_ms / 1_000, stale_ms / 1_000, failed_ms / 1_000
+        self._names_max = names_max
+        self._found: dict[str, _Found] = {}
+        self._lookups: dict[str, asyncio.Task[_Found]] = {}
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        """Raises Refused, or OSError if the name cannot be resolved."""
+        literal = literal_address(host)
+        if literal is not None:
+            return (self._vetted(host, literal),)
+        found = self._found.get(host)
+        age_s = asyncio.get_running_loop().time() - found.at if found is not None else 0.0
+        if found is None or age_s > (self._failed_s if found.failed else self._stale_s):
+            found = await asyncio.shield(self._look_up(host))
+        elif age_s > self._fresh_s:
+            self._look_up(host)
+        if found.refused is not None:
+            raise Refused(found.refused)
+        if found.failed is not None:
+            raise socket.gaierror(socket.EAI_NONAME, found.failed)
+        return found.addresses
+
+    async def close(self) -> None:
+        running = tuple(self._lookups.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _look_up(self, host: str) -> asyncio.Task[_Found]:
+        """One lookup at a time for a name; it answers a value, never an exception, so that nobody need wait for it."""
+        task = self._lookups.get(host)
+        if task is None:
+            task = self._lookups[host] = asyncio.create_task(self._resolve(host))
+            task.add_done_callback(lambda _: self._lookups.pop(host, None))
+        return task
+
+    async def _resolve(self, host: str) -> _Found:
+        now = asyncio.get_running_loop().time()
+        try:
+            addresses = await self._lookup(host)
+            vetted = dict.fromkeys(self._vetted(host, ip_address(text)) for text in addresses)
+            found = _Found(now, tuple(vetted)) if vetted else _Found(now, failed="it has no address")
+        except Refused as error:
+            found = _Found(now, refused=str(error))
+        except (OSError, ValueError) as error:  # ValueError: a name that cannot be written in DNS
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            found = _Found(now, failed=reason)
+        self._remember(host, found)
+        return found
+
+    def _remember(self, host: str, found: _Found) -> None:
+        known = self._found.get(host)
+        if found.failed and known is not None and known.addresses and found.at - known.at <= self._stale_s:
+            return  # DNS fails for a while: what was good stays good until it is stale
+        if host not in self._found and len(self._found) >= self._names_max:
+            del self._found[next(iter(self._found))]
+        self._found[host] = found
+
+    def _vetted(self, host: str, address: Address) -> str:
+        reason = refusal(address, self._allowed)
+        if reason is not None:
+            shown = f"{host} is" if host == str(address) else f"{host} is {address},"
+            raise Refused(f"{shown} {reason}, which delivery.allow_networks does not allow")
+        inner = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+        return str(inner or address)
+
+
+async def _getaddrinfo(host: str) -> Sequence[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(address[4][0]) for address in found]

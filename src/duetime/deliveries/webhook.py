@@ -1,0 +1,300 @@
+"""Callbacks over HTTP: what is sent, how it is signed, and what its answer means as an Outcome.
+
+The body and headers are those of the design's "Callback"; the connection is http_client.py's business, the
+addresses egress.py's, the signature signing.py's. What depends only on the URL or the namespace is made
+once and kept, because millions of timers share a few of them.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Mapping
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from hashlib import blake2b
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from duetime import __version__, signing
+from duetime.clock import Clock
+from duetime.config import Config
+from duetime.deliveries import egress
+from duetime.delivery import Attempt
+from duetime.errors import SetupError
+from duetime.http_client import Answer, HttpClient, HttpError
+from duetime.model import Contact, Namespace, Outcome, Timer
+from duetime.target import Target, parse_target, request_head
+from duetime.telemetry import log
+from duetime.timetext import format_instant
+
+__all__ = ["Webhook", "check_headers"]
+
+ANSWER_BYTES_MAX = 64 * 1024
+HEADERS_MAX = 32
+HEADER_BYTES_MAX = 8 * 1024
+# Entries of each of the caches below; a full one starts over, which costs less than keeping an order.
+_CACHED_MAX = 4_096
+
+_NOT_SENT = Outcome(Contact.NOT_SENT)
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+# --- the headers a user may ask for --------------------------------------------------------------
+
+_OUR_HEADERS = frozenset(
+    {"host", "content-length", "content-type", "accept-encoding", "user-agent", "idempotency-key", "traceparent"}
+)
+_CONNECTION_HEADERS = frozenset(
+    {"connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
+    | {"transfer-encoding", "content-encoding", "upgrade", "expect", "http2-settings"}
+)
+_OUR_PREFIXES = ("webhook-", "duetime-")
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}", re.ASCII)
+_VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?", re.ASCII)
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Refuse headers that could not be sent as they are, with a ValueError that reads on after the field's name."""
+    if len(headers) > HEADERS_MAX:
+        raise ValueError(f"must have at most {HEADERS_MAX} headers")
+    if sum(len(name) + len(value) + 4 for name, value in headers.items()) > HEADER_BYTES_MAX:
+        raise ValueError(f"must have at most {HEADER_BYTES_MAX // 1024} KiB together")
+    seen: set[str] = set()
+    for name, value in headers.items():
+        if _NAME.fullmatch(name) is None:
+            raise ValueError(f"has the name {_shown(name)}, which is not one of a header")
+        lower = name.lower()
+        if lower in _CONNECTION_HEADERS:
+            raise ValueError(f'must not have "{name}", which belongs to the connection')
+        if _is_ours(lower):
+            raise ValueError(f'must not have "{name}", which Duetime sets itself')
+        if _VALUE.fullmatch(value) is None:
+            raise ValueError(f'must have a value of visible ASCII for "{name}", without spaces around it')
+        if lower in seen:
+            raise ValueError(f'has "{name}" twice')
+        seen.add(lower)
+
+
+def _is_ours(lower_name: str) -> bool:
+    return lower_name in _OUR_HEADERS or lower_name.startswith(_OUR_PREFIXES)
+
+
+def _lines(headers: Mapping[str, str]) -> str:
+    """They were checked when the timer was created; rows can be older than the rules, so what breaks them stays out."""
+    try:
+        check_headers(headers)
+    except ValueError:
+        return ""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+
+
+def _shown(text: str) -> str:
+    return ascii(text if len(text) <= 40 else text[:40] + "…")
+
+
+# --- the deliverer -------------------------------------------------------------------------------
+
+
+class _Known(Struct, frozen=True):
+    """A URL that may be called, and the part of the request that depends on nothing else."""
+
+    target: Target
+    head: str
+
+
+class Webhook:
+    """Deliverer for http and https. `loopback_allowed`: this server is bound to loopback itself."""
+
+    def __init__(
+        self, config: Config, clock: Clock, *, loopback_allowed: bool, resolver: egress.Resolver | None = None
+    ):
+        delivery = config.delivery
+        self._clock = clock
+        self._http_allowed = delivery.allow_http
+        self._allowed = _allowed_networks(delivery.allow_networks, loopback_allowed)
+        self._resolver = resolver or egress.Resolver(self._allowed)
+        self._client = HttpClient(
+            resolve=self._resolver,
+            ssl_context=_tls_context(delivery.ca_file) if delivery.ca_file else None,
+            connect_timeout_ms=delivery.connect_timeout.ms,
+            body_bytes_max=ANSWER_BYTES_MAX,
+            connections_max=delivery.concurrency_max,
+        )
+        self._our_headers = {
+            "content-type": "application/json",
+            "user-agent": f"{delivery.user_agent}/{__version__}",
+        }
+        if _VALUE.fullmatch(self._our_headers["user-agent"]) is None:
+            raise SetupError("configuration: delivery.user_agent must be visible ASCII")
+        self._known: dict[str, _Known | str] = {}
+        self._keys: dict[tuple[str, ...], tuple[bytes, ...]] = {}
+        self._bugs_logged: set[type[Exception]] = set()
+
+    def check(self, url: str) -> None:
+        known = self._known.get(url) or self._learn(url)
+        if isinstance(known, str):
+            raise ValueError(known)
+
+    def check_headers(self, headers: Mapping[str, str]) -> None:
+        check_headers(headers)
+
+    def destination(self, url: str) -> str:
+        known = self._known.get(url) or self._learn(url)
+        return url if isinstance(known, str) else known.target.origin
+
+    async def deliver(self, attempt: Attempt) -> Outcome:
+        timer = attempt.timer
+        known = self._known.get(timer.callback_url) or self._learn(timer.callback_url)
+        if isinstance(known, str):
+            return Outcome(Contact.REFUSED, error=f"callbackUrl {known}")
+        began = False
+
+        def begin() -> bytes | None:
+            nonlocal began
+            fired_at_ms = attempt.begin()
+            if fired_at_ms is None:
+                return None
+            began = True
+            return self._request(known.head, attempt, fired_at_ms)
+
+        timeout_s = timer.callback_timeout_seconds or attempt.namespace.callback_timeout_seconds
+        try:
+            answer = await self._client.send(known.target, begin, timeout_ms=timeout_s * 1_000)
+        except Exception as error:  # the port says: never raises
+            return self._failure(error)
+        if answer is not None:
+            return Outcome(Contact.ANSWERED, answer.status, answer.body, self._retry_after_ms(answer))
+        if began:  # it was sent once, on a connection that closed, and may not be sent again: that was an attempt
+            return Outcome(Contact.BROKEN, error="connection closed before the answer")
+        return _NOT_SENT
+
+    async def close(self) -> None:
+        await self._client.close()
+        await self._resolver.close()
+
+    def _failure(self, error: Exception) -> Outcome:
+        if isinstance(error, HttpError):
+            return Outcome(Contact.BROKEN, error=error.reason)
+        if isinstance(error, egress.Refused):
+            return Outcome(Contact.REFUSED, error=str(error))
+        # A bug, then. It must not stop the firing of timers, nor fill the log at the rate they fire.
+        if type(error) not in self._bugs_logged:
+            self._bugs_logged.add(type(error))
+            log.error("a callback failed in a way nobody foresaw; it counts as a failed attempt", exc_info=error)
+        return Outcome(Contact.BROKEN, error=f"internal error: {type(error).__name__}")
+
+    # what is sent
+
+    def _request(self, head: str, attempt: Attempt, fired_at_ms: int) -> bytes:
+        timer, namespace = attempt.timer, attempt.namespace
+        delivery_id = timer.delivery_id
+        body = _body(timer, fired_at_ms)
+        timestamp_s = fired_at_ms // 1_000
+        optional = ""
+        if namespace.signing_secrets:
+            signature = signing.sign(delivery_id, timestamp_s, body, self._signing_keys(namespace))
+            optional = f"webhook-signature: {signature}\r\n"
+        if timer.extras.headers:
+            optional += _lines(timer.extras.headers)
+        text = (
+            f"{head}webhook-id: {delivery_id}\r\nwebhook-timestamp: {timestamp_s}\r\nidempotency-key: {delivery_id}\r\n"
+            f"traceparent: {_traceparent(delivery_id, timer.attempts + 1)}\r\nduetime-fence: {attempt.fence}\r\n"
+            f"{optional}content-length: {len(body)}\r\n\r\n"
+        )
+        return text.encode("ascii") + body
+
+    def _signing_keys(self, namespace: Namespace) -> tuple[bytes, ...]:
+        keys = self._keys.get(namespace.signing_secrets)
+        if keys is None:
+            keys = tuple(signing.check_secret(secret) for secret in namespace.signing_secrets)
+            _keep(self._keys, namespace.signing_secrets, keys)
+        return keys
+
+    # what comes back
+
+    def _retry_after_ms(self, answer: Answer) -> int | None:
+        for name, value in answer.raw_headers.items():
+            if len(name) == 11 and name.lower() == b"retry-after":
+                return _parse_retry_after(value.decode("latin-1").strip(), self._clock)
+        return None
+
+    # URLs
+
+    def _learn(self, url: str) -> _Known | str:
+        """The URL taken apart, or what is wrong with it."""
+        try:
+            target = parse_target(url)
+            self._check_policy(target)
+            known: _Known | str = _Known(target, request_head("POST", target, self._our_headers).decode("ascii"))
+        except ValueError as error:
+            known = str(error)
+        _keep(self._known, url, known)
+        return known
+
+    def _check_policy(self, target: Target) -> None:
+        if not target.tls and not self._http_allowed:
+            raise ValueError("must start with https://: this server does not call over plain http")
+        address = egress.literal_address(target.host)
+        if address is None and target.host.removesuffix(".").split(".")[-1] == "localhost":
+            address = egress.LOOPBACK[0].network_address
+        if address is not None and (reason := egress.refusal(address, self._allowed)):
+            raise ValueError(f"must not point at {address}, {reason} (delivery.allow_networks)")
+
+
+def _keep(cache: dict[K, V], key: K, value: V) -> None:
+    if len(cache) >= _CACHED_MAX:
+        cache.clear()
+    cache[key] = value
+
+
+def _body(timer: Timer, fired_at_ms: int) -> bytes:
+    """The payload goes in byte for byte as it came: it was checked to be JSON when the timer was created."""
+    correlation = "null" if timer.correlation_id is None else _json(timer.correlation_id)
+    return (
+        f'{{"namespace":{_json(timer.namespace)},"timerId":{_json(timer.timer_id)},'
+        f'"executeAt":"{format_instant(timer.scheduled_at_ms)}","firedAt":"{format_instant(fired_at_ms)}",'
+        f'"attempt":{timer.attempts + 1},"payload":{timer.payload or "null"},"correlationId":{correlation}}}'
+    ).encode()
+
+
+def _json(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _traceparent(delivery_id: str, attempt: int) -> str:
+    """W3C trace context without randomness: retries of one delivery are spans of one trace."""
+    digest = blake2b(delivery_id.encode("ascii"), digest_size=22).hexdigest()
+    return f"00-{digest[:32]}-{digest[32:]}{attempt & 0xFFFF:04x}-01"
+
+
+def _parse_retry_after(text: str, clock: Clock) -> int | None:
+    if text.isascii() and text.isdigit():
+        return int(text[:12]) * 1_000
+    try:
+        at = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    if at.tzinfo is None:  # "-0000": UTC from someone who does not know where he is
+        at = at.replace(tzinfo=UTC)
+    return max(0, round(at.timestamp() * 1_000) - clock.wall_ms())
+
+
+def _allowed_networks(texts: tuple[str, ...], loopback_allowed: bool) -> tuple[egress.Network, ...]:
+    try:
+        networks = egress.parse_networks(texts)
+    except ValueError as error:
+        raise SetupError(f"configuration: delivery.allow_networks: {error}") from None
+    return networks + (egress.LOOPBACK if loopback_allowed else ())
+
+
+def _tls_context(ca_file: str) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(ca_file)
+    except OSError as error:  # SSLError is one
+        raise SetupError(f"configuration: delivery.ca_file: {error}") from None
+    return context

@@ -1,0 +1,367 @@
+"""Which shards are mine: membership, claims, recovery, release; and the lanes and loops that serve them.
+
+The database is the only truth and the only coordinator. A shard is claimed only if it is free or its
+owner is dead, by compare-and-set on its version; nobody steals from the living. A commit whose outcome is
+unknown is resolved by claiming the shard again, which fences the old commit off, and then reading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+from duetime.clock import Clock
+from duetime.config import Config
+from duetime.delivery import Deliverer
+from duetime.errors import DuetimeError, MemberDead, NotOwner, NotReady, OutcomeUnknown, ShardLost, StoreError
+from duetime.firing import FireLoop
+from duetime.horizon import Horizon
+from duetime.lane import Lane, Lookup
+from duetime.membership import Membership, rendezvous
+from duetime.model import Namespace, TimerKey
+from duetime.namespaces import Namespaces
+from duetime.shard import Entry, Shard
+from duetime.store import Claim, Found, ShardRow, Store
+from duetime.telemetry import Telemetry, log
+
+__all__ = ["Engine"]
+
+_CLAIMS_PER_CALL = 256
+_PURGED_PER_CALL = 1_000
+_PURGE_ROUND_SECONDS = 60
+_BALANCE_EVERY_MS = 1_000
+_NAMESPACES_EVERY_MS = 5_000
+_RECOVERY_PAUSE_SECONDS = 0.05
+_RECOVERY_PAUSE_MAX_SECONDS = 2.0
+
+
+class Engine:
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        deliverer: Deliverer,
+        clock: Clock,
+        telemetry: Telemetry,
+        *,
+        address: str,
+        rng: random.Random | None = None,
+    ) -> None:
+        rng = rng or random.SystemRandom()
+        self.telemetry = telemetry
+        self.shards: dict[int, Shard] = {}
+        self.rows: dict[int, ShardRow] = {}  # all shards, as last read
+        self.namespaces = Namespaces(store, clock)
+        self.membership = Membership(store, clock, config.engine, telemetry, rng, address)
+        self.lookup = Lookup(store)
+        self.fire_loop = FireLoop(config.delivery, self.membership, deliverer, telemetry, rng, self._namespace_of)
+        self.horizon = Horizon(store, config.engine, self.membership, self.fire_loop, self.shards)
+        self.writes_waiting = 0
+        self.writes_waiting_max = config.engine.writes_waiting_max
+        self.started = False
+        self.stopping = False
+        self._config = config
+        self._store = store
+        self._clock = clock
+        self._rng = rng
+        self._lanes = [
+            Lane(store, clock, telemetry, lost=self._lost, unknown=self._unknown)
+            for _ in range(store.capabilities.lanes)
+        ]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._balancing = asyncio.Lock()
+        self._releasing: set[int] = set()
+        self._balanced_at_ms = 0
+        self._namespaces_at_ms = 0
+        self._wire_gauges()
+
+    def _wire_gauges(self) -> None:
+        telemetry, flow = self.telemetry, self.fire_loop.flow
+        telemetry.in_memory.read = lambda: sum(len(shard.entries) for shard in self.shards.values())
+        telemetry.in_flight.read = lambda: flow.in_flight
+        telemetry.held.read = lambda: flow.waiting
+        telemetry.writes_waiting.read = lambda: self.writes_waiting
+        telemetry.shards_owned.read = lambda: len(self.shards)
+        telemetry.lease_seconds.read = lambda: self.membership.lease_ms / 1_000
+        telemetry.clock_skew_seconds.read = lambda: self.membership.skew_ms / 1_000
+        telemetry.oldest_due_seconds.read = lambda: (
+            (self.fire_loop.oldest_due_ms(self.membership.now_ms()) or 0) / 1_000
+        )
+
+    # --- life -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Join, claim, and begin to serve. The store is open and migrated, its namespaces are there."""
+        await self.namespaces.refresh()
+        await self.membership.join()
+        for lane in self._lanes:
+            self._spawn(lane.run())
+        self._spawn(self.horizon.run())
+        await self.balance()
+        self._spawn(self._heartbeats())
+        self._spawn(self._sweeps())
+        self._spawn(self._purges())
+        self.started = True
+
+    async def stop(self) -> None:
+        """Drain and release: after this no timer of ours is in flight, and nobody has to wait for our lease."""
+        self.stopping = True
+        self.fire_loop.stop()
+        await self._release(list(self.shards.values()))
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.started:
+            await self.membership.leave()
+
+    def abandon(self) -> None:
+        """Stop at once and leave everything as it is, as a crash would."""
+        self.stopping = True
+        self.fire_loop.stop()
+        for task in self._tasks:
+            task.cancel()
+
+    def readiness(self) -> str | None:
+        """None: ready to serve. Otherwise why not."""
+        if self.stopping:
+            return "stopping"
+        if not self.started:
+            return "starting"
+        if self.membership.is_skewed:
+            return f"the clock is {self.membership.skew_ms} ms off the database's"
+        if not self.membership.may_fire():
+            return "the lease has run out: the store does not answer heartbeats"
+        return None
+
+    def owner_of(self, shard_id: int) -> Shard:
+        """The shard, if it is ours and takes wishes."""
+        shard = self.shards.get(shard_id)
+        if shard is None or shard.closing:
+            if not self.started or self.stopping:
+                raise NotReady
+            raise NotOwner
+        return shard
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a loop of the engine broke: its lease will run out", exc_info=task.exception())
+
+    def _namespace_of(self, name: str) -> Namespace:
+        """The namespace of a timer that is here; a plain one if its row is not to be found."""
+        known = self.namespaces.known(name)
+        return known if known is not None else Namespace(name=name, num_shards=1, created_at_ms=0)
+
+    # --- what shards need (shard.Yard) ------------------------------------------------------------
+
+    def arm(self, entry: Entry) -> None:
+        self.fire_loop.arm(entry)
+
+    def disarm(self, entry: Entry) -> None:
+        self.fire_loop.disarm(entry)
+
+    def remember(self, weight: int) -> None:
+        self.horizon.remember(weight)
+
+    def written(self, shard: Shard) -> None:
+        self._lanes[shard.shard_id % len(self._lanes)].written(shard)
+
+    def boot_ms(self) -> int:
+        return self._clock.boot_ms()
+
+    # --- claims -----------------------------------------------------------------------------------
+
+    async def balance(self) -> None:
+        """Claim what should be mine and is free, release what should be another's."""
+        async with self._balancing:
+            self._balanced_at_ms = self._clock.boot_ms()
+            self.rows = {row.shard_id: row for row in await self._store.shards()}
+            if self.stopping or not self.membership.may_fire():
+                return  # nothing is claimed before this instance is fully alive
+            alive = self.membership.alive
+            wanted: list[ShardRow] = []
+            unwanted: list[Shard] = []
+            for row in self.rows.values():
+                is_mine = rendezvous(row.shard_id, list(alive)) == self.membership.instance_id
+                shard = self.shards.get(row.shard_id)
+                if shard is not None:
+                    if row.fence.version > shard.fence.version and not shard.recovering:
+                        self._lost(shard)
+                    elif not is_mine and not shard.closing:
+                        unwanted.append(shard)
+                elif is_mine and (row.owner_id == self.membership.instance_id or row.owner_id not in alive):
+                    wanted.append(row)
+            for start in range(0, len(wanted), _CLAIMS_PER_CALL):
+                await self._claim(wanted[start : start + _CLAIMS_PER_CALL])
+            self.horizon.look()
+        if unwanted:
+            self._spawn(self._release(unwanted))
+
+    async def _claim(self, rows: list[ShardRow]) -> None:
+        claims = [self._claim_of(row.shard_id, row.version) for row in rows]
+        for claim, row in zip(claims, await self._store.claim(claims), strict=True):
+            self.rows[row.shard_id] = row
+            # An answer that got lost is no matter: the row then carries our id, and is claimed once more.
+            if row.nonce == claim.nonce and row.owner_id == claim.owner_id:
+                self.shards[row.shard_id] = Shard(row, self)
+
+    def _claim_of(self, shard_id: int, expected_version: int) -> Claim:
+        return Claim(
+            shard_id=shard_id,
+            expected_version=expected_version,
+            nonce=self._rng.getrandbits(63),
+            owner_id=self.membership.instance_id,
+            owner_address=self.membership.address,
+            now_ms=self._clock.wall_ms(),
+        )
+
+    # --- losing and giving away -------------------------------------------------------------------
+
+    def _lost(self, shard: Shard) -> None:
+        self.telemetry.shards_lost.value += 1
+        log.warning("shard %d is another's now", shard.shard_id)
+        self._drop(shard, NotOwner())
+
+    def _drop(self, shard: Shard, error: DuetimeError, unknown: DuetimeError | None = None) -> None:
+        if self.shards.get(shard.shard_id) is shard:
+            del self.shards[shard.shard_id]
+        shard.drop(error, unknown)
+
+    async def _release(self, shards: list[Shard]) -> None:
+        """Stop intake, let what is in flight land, commit, and only then give the shards free."""
+        for shard in shards:
+            shard.closing = True
+        deadline_ms = self._clock.boot_ms() + self._config.server.drain_timeout.ms
+        while not all(shard.is_quiet or shard.dropped for shard in shards):
+            if self._clock.boot_ms() >= deadline_ms:
+                log.warning("not everything in flight has landed in time; it may be delivered twice")
+                break
+            await asyncio.sleep(0.01)
+        kept = [shard for shard in shards if not shard.dropped]
+        fences = [shard.fence for shard in kept]
+        for shard in kept:
+            self._drop(shard, NotOwner(), OutcomeUnknown())
+        for start in range(0, len(fences), _CLAIMS_PER_CALL):
+            try:
+                await self._store.release(fences[start : start + _CLAIMS_PER_CALL])
+            except StoreError as error:
+                log.warning("could not release shards; they are free when this instance is seen to be gone: %s", error)
+
+    # --- recovery ---------------------------------------------------------------------------------
+
+    def _unknown(self, shard: Shard) -> None:
+        """The outcome of the shard's commit is unknown. Single flight: one recovery at a time."""
+        if not shard.recovering:
+            shard.recovering = True
+            self.telemetry.reclaims.value += 1
+            self._spawn(self._recover(shard))
+
+    async def _recover(self, shard: Shard) -> None:
+        """Claim again, so that the old commit can no longer happen; then read whether it has."""
+        claim = self._claim_of(shard.shard_id, shard.fence.version)
+        pause = _RECOVERY_PAUSE_SECONDS
+        while not shard.dropped:
+            try:
+                # The same claim again if its answer got lost: the nonce tells whether it was made.
+                row = (await self._store.claim([claim]))[0]
+                if row.nonce != claim.nonce:
+                    self._drop(shard, NotOwner(), OutcomeUnknown())
+                    return
+                found = await self._read(shard.shard_id, list(shard.committing))
+            except StoreError as error:
+                log.warning("shard %d is not recovered yet: %s", shard.shard_id, error)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, _RECOVERY_PAUSE_MAX_SECONDS)
+                continue
+            if not shard.dropped:
+                self.rows[shard.shard_id] = row
+                shard.recovered(row, found)
+            return
+
+    async def _read(self, shard_id: int, keys: list[TimerKey]) -> dict[TimerKey, Found]:
+        found: dict[TimerKey, Found] = {}
+        for start in range(0, len(keys), _CLAIMS_PER_CALL):
+            some = keys[start : start + _CLAIMS_PER_CALL]
+            found.update(zip(some, await self._store.get_many([(shard_id, key) for key in some]), strict=True))
+        return found
+
+    # --- loops ------------------------------------------------------------------------------------
+
+    async def _heartbeats(self) -> None:
+        interval = self._config.engine.heartbeat_interval.seconds
+        alone = self._store.capabilities.exclusive
+        dead = False
+        while True:
+            await asyncio.sleep(interval)
+            try:
+                if dead:
+                    await self.membership.join()
+                    await self.balance()
+                    dead = False
+                await self.membership.beat()
+                if self.membership.is_skewed and self.shards and not alone:
+                    await self._release(list(self.shards.values()))
+                if not alone and await self.membership.observe():
+                    await self.balance()
+            except MemberDead:
+                # Whatever we held is another's. Begin again, under a new name.
+                log.error("this instance was declared dead: dropping its shards and joining again")
+                for shard in list(self.shards.values()):
+                    self._drop(shard, NotOwner(), OutcomeUnknown())
+                dead = True
+            except StoreError as error:
+                log.warning("could not look at the cluster: %s", error)
+            self.fire_loop.wake()
+
+    async def _sweeps(self) -> None:
+        """Once a second: nothing depends on a wake-up that might have been lost."""
+        loop = asyncio.get_running_loop()
+        exclusive = self._store.capabilities.exclusive
+        while True:
+            expected = loop.time() + 1.0
+            await asyncio.sleep(1.0)
+            self.telemetry.loop_lag_seconds.observe(max(0.0, loop.time() - expected))
+            now_ms = self._clock.boot_ms()
+            for shard in list(self.shards.values()):
+                shard.expire(now_ms - self._config.engine.write_timeout.ms)
+            self.fire_loop.flow.measure()
+            self.horizon.relieve()
+            self.horizon.look()
+            self.fire_loop.wake()
+            try:
+                if not exclusive and now_ms - self._namespaces_at_ms > _NAMESPACES_EVERY_MS:
+                    self._namespaces_at_ms = now_ms
+                    await self.namespaces.refresh()
+                if not exclusive and now_ms - self._balanced_at_ms > _BALANCE_EVERY_MS:
+                    await self.balance()
+            except StoreError as error:
+                log.warning("could not look at the store: %s", error)
+
+    async def _purges(self) -> None:
+        """Reached rows past their retention go, every shard once a minute."""
+        turn = 0
+        while True:
+            await asyncio.sleep(1.0)
+            turn = (turn + 1) % _PURGE_ROUND_SECONDS
+            for shard in [s for s in self.shards.values() if s.shard_id % _PURGE_ROUND_SECONDS == turn]:
+                await self._purge(shard)
+
+    async def _purge(self, shard: Shard) -> None:
+        try:
+            while not (shard.dropped or shard.recovering):
+                removed = await self._store.purge_reached(shard.fence, self.membership.now_ms(), _PURGED_PER_CALL)
+                if removed < _PURGED_PER_CALL:
+                    return
+        except ShardLost:
+            if not shard.recovering:  # a recovery changes the fence under our feet
+                self._lost(shard)
+        except StoreError as error:
+            log.warning("could not purge shard %d: %s", shard.shard_id, error)

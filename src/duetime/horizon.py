@@ -1,0 +1,125 @@
+"""Memory is bounded: pages of timers come in as their time draws near, and go out when there are too many.
+
+Each shard holds in memory exactly its timers up to its horizon. The horizon is kept between half and one
+`look_ahead` from now, the neediest shard first. Over `timers_in_memory_max` the furthest are forgotten
+again (they are on disk); if what is left is due but cannot be delivered, it is put back for later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+
+from duetime.config import EngineConfig
+from duetime.errors import StoreError
+from duetime.firing import FireLoop
+from duetime.membership import Membership
+from duetime.shard import Shard
+from duetime.store import Store
+from duetime.telemetry import log
+
+__all__ = ["Horizon"]
+
+_PAGE_TIMERS = 1_000
+_LOADERS = 4
+_URGENT_MS = 5_000
+_ROOMY = 0.75  # of the cap: beyond it only what is urgent is loaded
+_RELIEVED = 0.5
+
+
+class Horizon:
+    def __init__(
+        self,
+        store: Store,
+        config: EngineConfig,
+        membership: Membership,
+        fire_loop: FireLoop,
+        shards: dict[int, Shard],
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._membership = membership
+        self._fire_loop = fire_loop
+        self._shards = shards
+        self._needy: list[tuple[int, int]] = []  # (horizon, shard)
+        self._wake = asyncio.Event()
+        self._relieving = False
+        self.weight = 0  # of everything in memory
+
+    # --- the account ------------------------------------------------------------------------------
+
+    def remember(self, weight: int) -> None:
+        self.weight += weight
+        if self.weight > self._config.timers_in_memory_max and not self._relieving:
+            self._relieving = True
+            asyncio.get_running_loop().call_soon(self.relieve)
+
+    def relieve(self) -> None:
+        """Make room: forget the furthest, then put back what nobody takes."""
+        self._relieving = False
+        cap = self._config.timers_in_memory_max
+        if self.weight <= cap:
+            return
+        tickets = sorted(self._fire_loop.armed_tickets())
+        held = self._fire_loop.flow.waiting
+        keep = max(0, int(cap * _RELIEVED) - held)
+        if len(tickets) > keep:
+            cutoff_ms = max(tickets[keep] >> 32, self._membership.now_ms() + _URGENT_MS)
+            for shard in self._shards.values():
+                shard.shrink(cutoff_ms)
+        if self.weight > cap:
+            self._fire_loop.park(held - int(cap * _RELIEVED))
+
+    # --- loading ----------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Find the shards whose horizon comes too near; called every second and for every new shard."""
+        near_ms = self._membership.now_ms() + self._config.look_ahead.ms // 2
+        self._needy = [
+            (shard.horizon.execute_at_ms, shard.shard_id)
+            for shard in self._shards.values()
+            if shard.horizon.execute_at_ms < near_ms and not shard.loading
+        ]
+        heapq.heapify(self._needy)
+        if self._needy:
+            self._wake.set()
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._load_pages() for _ in range(_LOADERS)))
+
+    async def _load_pages(self) -> None:
+        while True:
+            await self._wake.wait()
+            shard = self._neediest()
+            if shard is None:
+                self._wake.clear()
+                continue
+            await self._load_page(shard)
+
+    def _neediest(self) -> Shard | None:
+        cap = self._config.timers_in_memory_max
+        while self._needy:
+            horizon_ms, shard_id = self._needy[0]
+            urgent = horizon_ms < self._membership.now_ms() + _URGENT_MS
+            if self.weight + _PAGE_TIMERS > (cap if urgent else cap * _ROOMY):
+                if urgent and self._fire_loop.flow.waiting > cap * _RELIEVED:
+                    self._fire_loop.park(_PAGE_TIMERS)
+                return None  # asked again within a second, when there may be room
+            heapq.heappop(self._needy)
+            shard = self._shards.get(shard_id)
+            if shard is not None and not (shard.loading or shard.dropped or shard.closing):
+                return shard
+        return None
+
+    async def _load_page(self, shard: Shard) -> None:
+        until_ms = self._membership.now_ms() + self._config.look_ahead.ms
+        shard.load_begins()
+        page = None
+        try:
+            page = await self._store.load(shard.shard_id, shard.horizon, until_ms, _PAGE_TIMERS)
+        except StoreError as error:
+            log.warning("could not load timers of shard %d: %s", shard.shard_id, error)
+        finally:
+            shard.load_ended(page, until_ms)
+        if page is not None and page.next is not None and not shard.dropped:
+            heapq.heappush(self._needy, (shard.horizon.execute_at_ms, shard.shard_id))

@@ -1,0 +1,169 @@
+"""A writer lane: one commit in flight for all its shards, everything asked for meanwhile in the next.
+
+Group commit without a timer: while a commit is on its way the shards gather Ops, so the batch grows with
+the load and shrinks with it. Also here: bulk reads by key, gathered the same way (`Lookup`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from duetime.clock import Clock
+from duetime.errors import StoreError, StoreUnavailable
+from duetime.model import TimerKey
+from duetime.shard import Shard
+from duetime.store import Batch, Committed, Found, Store
+from duetime.telemetry import Telemetry, log
+
+__all__ = ["Lane", "Lookup"]
+
+_PAUSE_FIRST_SECONDS = 0.02
+_PAUSE_MAX_SECONDS = 1.0
+_LOW_WATER_EVERY_MS = 10_000
+_KEYS_PER_READ = 500
+
+
+class Lane:
+    """Commits the batches of its shards, one call at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        telemetry: Telemetry,
+        *,
+        lost: Callable[[Shard], None],
+        unknown: Callable[[Shard], None],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._telemetry = telemetry
+        self._lost = lost
+        self._unknown = unknown
+        self._dirty: deque[Shard] = deque()
+        self._queued: set[Shard] = set()
+        self._wake = asyncio.Event()
+        self._low_water_at_ms: dict[int, int] = {}
+
+    def written(self, shard: Shard) -> None:
+        """The shard has Ops waiting."""
+        if shard not in self._queued:
+            self._queued.add(shard)
+            self._dirty.append(shard)
+            self._wake.set()
+
+    async def run(self) -> None:
+        pause = 0.0
+        while True:
+            await self._wake.wait()
+            # One turn of the loop: whatever arrived together is committed together.
+            await asyncio.sleep(pause)
+            taken = self._take()
+            if not taken:
+                self._wake.clear()
+                continue
+            pause = await self._commit(taken, pause)
+
+    def _take(self) -> list[tuple[Shard, Batch]]:
+        room = self._store.capabilities.batch_max
+        taken: list[tuple[Shard, Batch]] = []
+        for _ in range(len(self._dirty)):
+            if room <= 0:
+                break
+            shard = self._dirty.popleft()
+            self._queued.discard(shard)
+            batch = shard.next_batch(room)
+            if batch is None:
+                continue  # dropped, or recovering: it comes back by itself
+            if shard.pending:
+                self.written(shard)
+            room -= len(shard.committing)
+            taken.append((shard, self._with_low_water(shard, batch)))
+        return taken
+
+    def _with_low_water(self, shard: Shard, batch: Batch) -> Batch:
+        """Now and then a batch also carries the low water upwards; never a commit for it alone."""
+        now_ms = self._clock.boot_ms()
+        if now_ms - self._low_water_at_ms.get(shard.shard_id, 0) < _LOW_WATER_EVERY_MS:
+            return batch
+        self._low_water_at_ms[shard.shard_id] = now_ms
+        return shard.raise_low_water(batch)
+
+    async def _commit(self, taken: list[tuple[Shard, Batch]], pause: float) -> float:
+        """Answers how long to wait before the next one: longer and longer while the store is away."""
+        telemetry = self._telemetry
+        started_ms = self._clock.boot_ms()
+        telemetry.commit_operations.observe(sum(len(shard.committing) for shard, _ in taken))
+        try:
+            results = await self._store.commit([batch for _, batch in taken])
+        except StoreUnavailable as error:
+            telemetry.commits.add("not_applied")
+            log.warning("commit not applied, trying again: %s", error)
+            for shard, _ in taken:
+                if not shard.dropped:
+                    shard.not_committed()
+            return min(max(pause * 2, _PAUSE_FIRST_SECONDS), _PAUSE_MAX_SECONDS)
+        except StoreError as error:
+            telemetry.commits.add("unknown")
+            log.warning("outcome of a commit is unknown, claiming its shards again: %s", error)
+            self._all_unknown(taken)
+            return pause
+        except Exception as error:  # a driver's bug must not be taken for success, nor stop the lane
+            telemetry.commits.add("unknown")
+            log.exception("commit failed in a way the store does not know: %r", error)
+            self._all_unknown(taken)
+            return _PAUSE_FIRST_SECONDS
+        telemetry.commits.add("applied")
+        telemetry.commit_seconds.observe((self._clock.boot_ms() - started_ms) / 1_000)
+        for (shard, batch), result in zip(taken, results, strict=True):
+            if shard.dropped:
+                continue
+            if isinstance(result, Committed):
+                shard.committed(batch, result)
+            else:
+                self._lost(shard)
+        return 0.0
+
+    def _all_unknown(self, taken: list[tuple[Shard, Batch]]) -> None:
+        for shard, _ in taken:
+            if not shard.dropped:
+                self._unknown(shard)
+
+
+class Lookup:
+    """Reads by key: what is asked for in one turn of the loop goes to the store in one call."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._asked: dict[tuple[int, TimerKey], list[asyncio.Future[Found]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def find(self, shard_id: int, key: TimerKey) -> Found:
+        future: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+        self._asked.setdefault((shard_id, key), []).append(future)
+        if len(self._asked) == 1 and len(self._asked[shard_id, key]) == 1:
+            task = asyncio.create_task(self._read())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await future
+
+    async def _read(self) -> None:
+        await asyncio.sleep(0)
+        asked, self._asked = self._asked, {}
+        keys = list(asked)
+        for start in range(0, len(keys), _KEYS_PER_READ):
+            some = keys[start : start + _KEYS_PER_READ]
+            try:
+                found: list[Found] | Exception = await self._store.get_many(some)
+            except Exception as error:  # every asker is told, whatever it was
+                found = error
+            for index, key in enumerate(some):
+                for future in asked[key]:
+                    if future.done():
+                        continue
+                    if isinstance(found, Exception):
+                        future.set_exception(found)
+                    else:
+                        future.set_result(found[index])

@@ -1,0 +1,180 @@
+"""Who is alive, and may I fire: the member row, heartbeats, the lease, and a clock that can be trusted.
+
+- A heartbeat that *started* at boot time t and was answered extends the lease to t + L. Past the lease
+  nothing is fired, whatever this process believes.
+- A member whose counter stood still for `dead_after` (more than L), by this observer's own boot clock, is
+  marked dead, on condition of that counter: it has stopped firing before anybody may take over.
+- Dead never comes back: who learns that he is dead joins again under a new id.
+- A wall clock that gains on boot time by a jump is believed only once the database's clock agrees.
+"""
+
+from __future__ import annotations
+
+import random
+
+from duetime.clock import Clock
+from duetime.config import EngineConfig
+from duetime.errors import MemberDead, OutcomeUnknown, StoreError
+from duetime.model import uuid_of
+from duetime.store import Member, Store
+from duetime.telemetry import Telemetry, log
+
+__all__ = ["Membership", "rendezvous"]
+
+_NEVER = -1
+_FORGET_AFTER_MS = 600_000
+
+
+class Membership:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        config: EngineConfig,
+        telemetry: Telemetry,
+        rng: random.Random,
+        address: str,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._config = config
+        self._telemetry = telemetry
+        self._rng = rng
+        self.address = address
+        self.instance_id = ""
+        self.skew_ms = 0
+        self.alive: dict[str, Member] = {}  # as last read, this instance included
+        self._counter = 0
+        self._lease_until_ms = _NEVER
+        self._wall_minus_boot_ms = clock.wall_ms() - clock.boot_ms()  # as of the last heartbeat on which the database's clock agreed
+        self._seen: dict[str, tuple[int, int]] = {}  # member -> (counter, boot time of its last change)
+        self._dead_since_ms: dict[str, int] = {}
+
+    # --- asked all the time -----------------------------------------------------------------------
+
+    @property
+    def lease_ms(self) -> int:
+        """How much longer this instance may fire."""
+        return max(0, self._lease_until_ms - self._clock.boot_ms())
+
+    def may_fire(self) -> bool:
+        return self._clock.boot_ms() < self._lease_until_ms
+
+    @property
+    def is_skewed(self) -> bool:
+        return abs(self.skew_ms) > self._config.clock_skew_max.ms
+
+    def now_ms(self) -> int:
+        """Wall time, but never ahead by a jump that the database has not confirmed yet."""
+        wall_ms = self._clock.wall_ms()
+        steady_ms = self._clock.boot_ms() + self._wall_minus_boot_ms
+        if wall_ms - steady_ms > self._config.clock_skew_max.ms:
+            return steady_ms
+        return wall_ms
+
+    # --- joining and staying ----------------------------------------------------------------------
+
+    async def join(self) -> None:
+        """Enter the cluster under a fresh id; the first heartbeat opens the lease."""
+        self.instance_id = f"{self._rng.getrandbits(64):016x}"
+        self._counter = 0
+        self._lease_until_ms = _NEVER
+        self._wall_minus_boot_ms = self._clock.wall_ms() - self._clock.boot_ms()
+        member = Member(self.instance_id, self.address, 0, True, self._clock.wall_ms())
+        await self._store.join(member)
+        await self.beat()
+        if self._store.capabilities.exclusive:
+            await self._bury_predecessors()
+        await self.observe()
+
+    async def beat(self) -> None:
+        """One heartbeat. Raises MemberDead; any other failure just leaves the lease to run out."""
+        started_ms = self._clock.boot_ms()
+        self._counter += 1
+        try:
+            store_ms = await self._store.heartbeat(self.instance_id, self._counter)
+        except MemberDead:
+            self._lease_until_ms = _NEVER
+            self._telemetry.heartbeats.add("dead")
+            raise
+        except StoreError as error:
+            self._telemetry.heartbeats.add("failed")
+            log.warning("heartbeat failed, %d ms of lease left: %s", self.lease_ms, error)
+            return
+        self._telemetry.heartbeats.add("ok")
+        self._judge_clock(store_ms, started_ms)
+        if self.is_skewed:
+            self._lease_until_ms = _NEVER
+        else:
+            self._lease_until_ms = started_ms + self._config.lease.ms
+
+    def _judge_clock(self, store_ms: int, started_ms: int) -> None:
+        """The database read its clock somewhere between our sending and our receiving."""
+        wall_ms, boot_ms = self._clock.wall_ms(), self._clock.boot_ms()
+        earliest_skew_ms = wall_ms - store_ms - (boot_ms - started_ms)
+        latest_skew_ms = wall_ms - store_ms
+        if earliest_skew_ms <= 0 <= latest_skew_ms:
+            self.skew_ms = 0
+        else:
+            self.skew_ms = min(earliest_skew_ms, latest_skew_ms, key=abs)
+        if self.is_skewed:
+            log.error("this machine's clock is %d ms off the database's: not firing", self.skew_ms)
+        else:
+            self._wall_minus_boot_ms = wall_ms - boot_ms
+
+    async def observe(self) -> bool:
+        """Read the members and bury the dead; True if the set of the living has changed."""
+        boot_ms = self._clock.boot_ms()
+        members = {member.instance_id: member for member in await self._store.members()}
+        for member in members.values():
+            if member.instance_id == self.instance_id:
+                continue
+            if not member.alive:
+                await self._forget(member, boot_ms)
+                continue
+            counter, since_ms = self._seen.get(member.instance_id, (_NEVER, boot_ms))
+            if counter != member.counter:
+                self._seen[member.instance_id] = (member.counter, boot_ms)
+            elif boot_ms - since_ms > self._config.dead_after.ms and await self._bury(member):
+                members[member.instance_id] = Member(
+                    member.instance_id, member.address, member.counter, False, member.joined_at_ms
+                )
+        before = set(self.alive)
+        self.alive = {name: member for name, member in members.items() if member.alive}
+        return before != set(self.alive)
+
+    async def leave(self) -> None:
+        """Gone for good, and said so: nobody has to wait for it."""
+        self._lease_until_ms = _NEVER
+        try:
+            await self._store.mark_dead(self.instance_id, self._counter)
+        except StoreError as error:
+            log.warning("could not sign off: %s", error)
+
+    async def _bury_predecessors(self) -> None:
+        """The store is ours alone, so whoever else has a member row is a process that is no more."""
+        for member in await self._store.members():
+            if member.instance_id != self.instance_id:
+                await self._store.mark_dead(member.instance_id, member.counter)
+                await self._store.forget_member(member.instance_id)
+
+    async def _bury(self, member: Member) -> bool:
+        try:
+            dead = await self._store.mark_dead(member.instance_id, member.counter)
+        except OutcomeUnknown:
+            return False  # the next reading tells
+        if dead:
+            log.warning("member %s at %s is dead", member.instance_id, member.address)
+        return dead
+
+    async def _forget(self, member: Member, boot_ms: int) -> None:
+        since_ms = self._dead_since_ms.setdefault(member.instance_id, boot_ms)
+        if boot_ms - since_ms > _FORGET_AFTER_MS:
+            del self._dead_since_ms[member.instance_id]
+            self._seen.pop(member.instance_id, None)
+            await self._store.forget_member(member.instance_id)
+
+
+def rendezvous(shard_id: int, instance_ids: list[str]) -> str:
+    """The member that should own a shard: everybody computes the same, and a change moves few shards."""
+    return max(instance_ids, key=lambda instance_id: uuid_of(instance_id, str(shard_id)))

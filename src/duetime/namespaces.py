@@ -1,0 +1,75 @@
+"""The namespaces as this instance knows them: a cache of the store's table, read through on a miss."""
+
+from __future__ import annotations
+
+from duetime.clock import Clock
+from duetime.errors import Conflict, InvalidField, NotFound
+from duetime.model import SHARDS_MAX, Namespace
+from duetime.store import Store
+
+__all__ = ["DEFAULT_NAMESPACE", "Namespaces"]
+
+DEFAULT_NAMESPACE = "default"
+_MISS_EVERY_MS = 1_000
+
+
+class Namespaces:
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._by_name: dict[str, Namespace] = {}
+        self._read_at_ms = 0
+
+    async def refresh(self) -> None:
+        self._read_at_ms = self._clock.boot_ms()
+        self._by_name = {namespace.name: namespace for namespace in await self._store.namespaces()}
+
+    def known(self, name: str) -> Namespace | None:
+        """Without waiting; the deleted ones too, because their last timers still need their policies."""
+        return self._by_name.get(name)
+
+    async def get(self, name: str) -> Namespace:
+        namespace = self._by_name.get(name)
+        if namespace is None and self._clock.boot_ms() - self._read_at_ms > _MISS_EVERY_MS:
+            # Another instance may have made it. Bounded, so that wrong names cannot hammer the store.
+            await self.refresh()
+            namespace = self._by_name.get(name)
+        if namespace is None or namespace.deleted:
+            raise NotFound(f"There is no namespace {name!r}", field="namespace", code="namespace_not_found")
+        return namespace
+
+    async def all(self) -> list[Namespace]:
+        await self.refresh()
+        return [namespace for namespace in self._by_name.values() if not namespace.deleted]
+
+    async def create(self, namespace: Namespace) -> Namespace:
+        """Make it, with the shards it needs. `num_shards` outlives a deletion: timers may still be there."""
+        if not 1 <= namespace.num_shards <= SHARDS_MAX:
+            raise InvalidField("numShards", f"numShards must be between 1 and {SHARDS_MAX}")
+        await self.refresh()
+        old = self._by_name.get(namespace.name)
+        if old is not None and not old.deleted:
+            raise Conflict(f"Namespace {namespace.name!r} exists", field="namespace", code="namespace_exists")
+        if old is not None and old.num_shards != namespace.num_shards:
+            raise Conflict(
+                f"A namespace {namespace.name!r} was deleted that had {old.num_shards} shards; "
+                "numShards of a name never changes",
+                field="numShards",
+                code="num_shards_immutable",
+            )
+        await self._store.ensure_shards(namespace.num_shards)
+        return await self._put(namespace, old)
+
+    async def replace(self, namespace: Namespace, old: Namespace) -> Namespace:
+        return await self._put(namespace, old)
+
+    async def _put(self, namespace: Namespace, old: Namespace | None) -> Namespace:
+        if not await self._store.put_namespace(namespace, None if old is None else old.revision):
+            await self.refresh()
+            raise Conflict(
+                f"Namespace {namespace.name!r} was changed by somebody else at the same time; try again",
+                field="namespace",
+                code="namespace_changed",
+            )
+        self._by_name[namespace.name] = namespace
+        return namespace

@@ -1,0 +1,256 @@
+"""MemoryStore: the executable specification of store.py, and the store of the simulator.
+
+Everything is a dict. No call awaits anything, so each one is atomic, and any number of engines may
+share one object. What an adapter answers must be what this one answers; the conformance suite compares.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
+from typing import Self, TypeVar
+
+from msgspec.structs import replace
+
+from duetime.clock import Clock, SystemClock
+from duetime.errors import MemberDead, ShardLost
+from duetime.model import Namespace, Position, Reached, Timer, TimerKey
+from duetime.store import (
+    Batch,
+    Capabilities,
+    Claim,
+    Committed,
+    Fence,
+    Found,
+    Listing,
+    ListQuery,
+    Member,
+    Page,
+    ShardRow,
+)
+
+__all__ = ["MemoryStore"]
+
+
+class MemoryStore:
+    capabilities = Capabilities(
+        name="memory", batch_max=10_000, payload_bytes_max=16 * 1024 * 1024, lanes=1, durable=False
+    )
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._members: dict[str, Member] = {}
+        self._namespaces: dict[str, Namespace] = {}
+        self._shards: dict[int, _Shard] = {}
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        return cls()
+
+    async def migrate(self) -> None:
+        pass
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    # -- members
+
+    async def join(self, member: Member) -> None:
+        """Joining twice is joining once, so that a lost answer may be repeated; but the dead stay dead."""
+        if not self._members.setdefault(member.instance_id, member).alive:
+            raise MemberDead(f"{member.instance_id} was declared dead")
+
+    async def heartbeat(self, instance_id: str, counter: int) -> int:
+        member = self._members.get(instance_id)
+        if member is None or not member.alive:
+            raise MemberDead(f"{instance_id} was declared dead")
+        self._members[instance_id] = replace(member, counter=max(member.counter, counter))
+        return self._clock.wall_ms()
+
+    async def members(self) -> list[Member]:
+        return sorted(self._members.values(), key=lambda member: member.instance_id)
+
+    async def mark_dead(self, instance_id: str, counter: int) -> bool:
+        member = self._members.get(instance_id)
+        if member is None or not member.alive:
+            return True
+        if member.counter != counter:
+            return False
+        self._members[instance_id] = replace(member, alive=False)
+        return True
+
+    async def forget_member(self, instance_id: str) -> None:
+        member = self._members.get(instance_id)
+        if member is not None and not member.alive:
+            del self._members[instance_id]
+
+    # -- shards
+
+    async def ensure_shards(self, count: int) -> None:
+        for shard_id in range(count):
+            self._shards.setdefault(shard_id, _Shard(ShardRow(shard_id)))
+
+    async def shards(self) -> list[ShardRow]:
+        return [self._shards[shard_id].row for shard_id in sorted(self._shards)]
+
+    async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
+        for claim in claims:
+            shard = self._shards.get(claim.shard_id)
+            if shard is not None and shard.row.version == claim.expected_version:
+                shard.row = ShardRow(
+                    claim.shard_id,
+                    claim.expected_version + 1,
+                    claim.nonce,
+                    claim.owner_id,
+                    claim.owner_address,
+                    claim.now_ms,
+                    shard.row.low_water,
+                )
+        return [self._row(claim.shard_id) for claim in claims]
+
+    async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
+        return [self._release(fence) for fence in fences]
+
+    def _release(self, fence: Fence) -> ShardLost | None:
+        shard = self._owned(fence)
+        if isinstance(shard, ShardLost):
+            return shard
+        shard.row = ShardRow(fence.shard_id, fence.version, low_water=shard.row.low_water)
+        return None
+
+    def _row(self, shard_id: int) -> ShardRow:
+        shard = self._shards.get(shard_id)
+        return ShardRow(shard_id) if shard is None else shard.row
+
+    def _owned(self, fence: Fence) -> _Shard | ShardLost:
+        """The fence: same version, same nonce, and somebody owns it."""
+        shard = self._shards.get(fence.shard_id)
+        if shard is None or shard.row.owner_id is None or shard.row.fence != fence:
+            return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
+        return shard
+
+    # -- timers
+
+    async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+        return [self._commit(batch) for batch in batches]
+
+    def _commit(self, batch: Batch) -> Committed | ShardLost:
+        shard = self._owned(batch.fence)
+        if isinstance(shard, ShardLost):
+            return shard
+        for key in batch.deletes:
+            shard.delete(key)
+        replaced = frozenset(index for index, timer in enumerate(batch.puts) if shard.delete(timer.key))
+        for timer in batch.puts:
+            shard.put(timer)
+        for reached in batch.reached:
+            shard.add_reached(reached)
+        if batch.low_water is not None:
+            shard.row = replace(shard.row, low_water=batch.low_water)
+        return Committed(replaced)
+
+    async def load(self, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
+        shard = self._shards.get(shard_id)
+        if shard is None:
+            return Page((), None)
+        start = bisect_right(shard.order, after)
+        page = [shard.at[position] for position in shard.order[start : start + limit + 1]]
+        timers = [timer for timer in page if timer.execute_at_ms <= until_ms]
+        if len(timers) <= limit:
+            return Page(timers, None)
+        return Page(timers[:limit], timers[limit - 1].position)
+
+    async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
+        return [self._get(shard_id, key) for shard_id, key in keys]
+
+    def _get(self, shard_id: int, key: TimerKey) -> Found:
+        shard = self._shards.get(shard_id)
+        if shard is None:
+            return Found()
+        ended = shard.reached.get(key, {})
+        newest = max(ended.values(), key=lambda r: (r.timer.generation, r.reached_at_ms, r.position), default=None)
+        return Found(shard.timers.get(key), newest)
+
+    async def list_timers(self, query: ListQuery) -> Listing:
+        shards = [self._shards[shard_id] for shard_id in range(query.num_shards) if shard_id in self._shards]
+        if query.endings:
+            ended = (r for shard in shards for r in shard.all_reached() if r.ending in query.endings)
+            reached, after = _page((r for r in ended if _matches(query, r.timer, r.timer.scheduled_at_ms)), query)
+            return Listing(reached=reached, next=after)
+        waiting = (timer for shard in shards for timer in shard.timers.values())
+        timers, after = _page((t for t in waiting if _matches(query, t, t.execute_at_ms)), query)
+        return Listing(timers=timers, next=after)
+
+    async def purge_reached(self, fence: Fence, before_ms: int, limit: int) -> int:
+        shard = self._owned(fence)
+        if isinstance(shard, ShardLost):
+            raise shard
+        expired = sorted((r.position, r.timer.key) for r in shard.all_reached() if r.purge_at_ms < before_ms)[:limit]
+        for position, key in expired:
+            del shard.reached[key][position]
+        return len(expired)
+
+    # -- namespaces
+
+    async def namespaces(self) -> list[Namespace]:
+        return [self._namespaces[name] for name in sorted(self._namespaces)]
+
+    async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
+        stored = self._namespaces.get(namespace.name)
+        if (None if stored is None else stored.revision) != expected_revision:
+            return False
+        self._namespaces[namespace.name] = namespace
+        return True
+
+
+class _Shard:
+    """One shard: its row, its timers by key and in order, and what became of earlier ones."""
+
+    def __init__(self, row: ShardRow) -> None:
+        self.row = row
+        self.timers: dict[TimerKey, Timer] = {}
+        self.order: list[Position] = []
+        self.at: dict[Position, Timer] = {}
+        self.reached: dict[TimerKey, dict[Position, Reached]] = {}
+
+    def put(self, timer: Timer) -> None:
+        self.timers[timer.key] = self.at[timer.position] = timer
+        insort(self.order, timer.position)
+
+    def delete(self, key: TimerKey) -> bool:
+        timer = self.timers.pop(key, None)
+        if timer is None:
+            return False
+        del self.at[timer.position]
+        del self.order[bisect_right(self.order, timer.position) - 1]
+        return True
+
+    def add_reached(self, reached: Reached) -> None:
+        self.reached.setdefault(reached.timer.key, {}).setdefault(reached.position, reached)
+
+    def all_reached(self) -> Iterable[Reached]:
+        return (reached for ended in self.reached.values() for reached in ended.values())
+
+
+def _matches(query: ListQuery, timer: Timer, due_ms: int) -> bool:
+    return (
+        timer.namespace == query.namespace
+        and (query.due_from_ms is None or query.due_from_ms <= due_ms)
+        and (query.due_until_ms is None or due_ms < query.due_until_ms)
+        and (query.id_prefix is None or timer.timer_id.startswith(query.id_prefix))
+        and (query.tag is None or query.tag in timer.extras.tags)
+        and (query.correlation_id is None or timer.correlation_id == query.correlation_id)
+    )
+
+
+_Item = TypeVar("_Item", Timer, Reached)
+
+
+def _page(found: Iterable[_Item], query: ListQuery) -> tuple[list[_Item], Position | None]:
+    page = sorted((item for item in found if item.position > query.after), key=lambda item: item.position)
+    if len(page) <= query.limit:
+        return page, None
+    return page[: query.limit], page[query.limit - 1].position

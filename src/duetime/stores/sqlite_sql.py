@@ -1,0 +1,558 @@
+"""What SqliteStore says to its database: every statement, and the functions that run them on a connection.
+
+SQLite frees Python's global lock for every step of a statement and has to win it back, which takes
+milliseconds while the event loop is busy. So nothing that is hot goes row by row: keys travel in as one
+JSON text, rows go in as multi-row VALUES, and answers come out as one JSON text. A commit is about five
+steps whatever its size; benchmarks/store_commit.py has the figures.
+
+Writing functions are called inside a transaction that holds the write lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeVar
+
+import apsw
+import msgspec
+from msgspec import Struct
+
+from duetime.errors import MemberDead, ShardLost
+from duetime.model import (
+    NO_EXTRAS,
+    ROW_FORMAT,
+    Ending,
+    Extras,
+    Namespace,
+    Position,
+    Reached,
+    RetryPolicy,
+    Timer,
+    TimerKey,
+)
+from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, ShardRow
+
+T = TypeVar("T")
+
+LIST_ROWS_MAX = 20_000  # rows one call of list_timers looks at
+LIST_PAGE_MAX = 256
+CHUNK_ROWS_MAX = 256  # apsw caches no statement of more than 16 KiB of text
+
+# --- SQL -----------------------------------------------------------------------------------------
+
+_KEY = "timer_execute_at, timer_uuid_high, timer_uuid_low"
+_COMMON = (
+    "timer_namespace, timer_id, timer_generation, timer_scheduled_at, timer_created_at, timer_attempts,"
+    " timer_callback_url, timer_payload, timer_retry_policy, timer_callback_timeout_seconds,"
+    " timer_correlation_id, timer_options"
+)
+_OWN = "timer_own_execute_at, timer_own_uuid_high, timer_own_uuid_low"
+_TIMER = f"json_array({_KEY}, {_COMMON})"
+_REACHED = f"json_array({_KEY}, {_COMMON}, {_OWN}, timer_outcome, timer_reached_at)"
+
+_COLUMNS = {
+    2: f"shard_id, {_KEY}, {_COMMON}",
+    3: f"shard_id, {_KEY}, {_COMMON}, {_OWN}, timer_outcome, timer_reached_at",
+}
+
+
+def _insert(row_type: int, rows: int) -> str:
+    """OR ROLLBACK, because without it SQLite keeps a journal for undoing part of a multi-row statement."""
+    columns = _COLUMNS[row_type]
+    row = f"({row_type}, {ROW_FORMAT}{', ?' * (columns.count(',') + 1)})"
+    # The timers that puts replace are gone by now; a reached row that is there already stays as it is.
+    conflict = " ON CONFLICT DO NOTHING" if row_type == 3 else ""
+    values = ",".join([row] * rows)
+    return f"INSERT OR ROLLBACK INTO timers (row_type, row_format, {columns}) VALUES {values}{conflict}"  # noqa: S608
+
+
+# Sizes are powers of two, so that there are few texts and all of them stay prepared.
+INSERTS = {
+    row_type: {1 << power: _insert(row_type, 1 << power) for power in range(CHUNK_ROWS_MAX.bit_length())}
+    for row_type in (2, 3)
+}
+
+# The fences of the shards ?1, and which of the keys ?2 are stored: all a commit has to know, in one step.
+_CHECK = """
+SELECT
+  (SELECT json_group_array(json_array(shard_id, shard_version, shard_nonce)) FROM timers
+   WHERE row_type = 1 AND shard_owner_id IS NOT NULL AND shard_id IN (SELECT value FROM json_each(?1))),
+  (SELECT json_group_array(k.key) FROM json_each(?2) AS k CROSS JOIN timers AS t
+   WHERE t.row_type = 2 AND t.shard_id = k.value ->> 0
+   AND t.timer_namespace = k.value ->> 1 AND t.timer_id = k.value ->> 2)
+"""
+_DELETE = """
+DELETE FROM timers WHERE row_type = 2
+AND (shard_id, timer_namespace, timer_id) IN (SELECT value ->> 0, value ->> 1, value ->> 2 FROM json_each(?))
+"""
+_LOW_WATER = "UPDATE timers SET shard_low_water = ? WHERE shard_id = ? AND row_type = 1"
+_CLAIM = """
+UPDATE timers SET shard_version = shard_version + 1, shard_nonce = c.value ->> 2,
+  shard_owner_id = c.value ->> 3, shard_owner_address = c.value ->> 4, shard_claimed_at = c.value ->> 5
+FROM json_each(?) AS c
+WHERE timers.row_type = 1 AND timers.shard_id = c.value ->> 0 AND timers.shard_version = c.value ->> 1
+"""
+_RELEASE = """
+UPDATE timers SET shard_nonce = 0, shard_owner_id = NULL, shard_owner_address = NULL, shard_claimed_at = 0
+WHERE row_type = 1 AND shard_id IN (SELECT value FROM json_each(?))
+"""
+_ENSURE_SHARDS = f"""
+WITH RECURSIVE ids(id) AS (SELECT 0 WHERE ?1 > 0 UNION ALL SELECT id + 1 FROM ids WHERE id + 1 < ?1)
+INSERT OR ROLLBACK INTO timers (shard_id, row_type, row_format, {_KEY}, shard_version, shard_nonce, shard_claimed_at)
+SELECT id, 1, {ROW_FORMAT}, -1, 0, 0, 0, 0, 0 FROM ids WHERE true ON CONFLICT DO NOTHING
+"""  # noqa: S608
+_SHARDS = """
+SELECT json_group_array(json_array(shard_id, shard_version, shard_nonce, shard_owner_id, shard_owner_address,
+  shard_claimed_at, json(coalesce(shard_low_water, '[-1,0,0]')))) FROM timers INDEXED BY shard_rows WHERE row_type = 1
+"""
+_SOME_SHARDS = f"{_SHARDS} AND shard_id IN (SELECT value FROM json_each(?))"  # noqa: S608
+_PURGE = f"""
+DELETE FROM timers WHERE shard_id = ?1 AND row_type = 3 AND ({_KEY}) IN (
+  SELECT {_KEY} FROM timers WHERE shard_id = ?1 AND row_type = 3 AND timer_execute_at < ?2 ORDER BY {_KEY} LIMIT ?3)
+"""  # noqa: S608
+
+_LOAD = f"""
+SELECT '[' || coalesce(group_concat(row, ','), '') || ']' FROM (
+  SELECT {_TIMER} AS row FROM timers
+  WHERE shard_id = ? AND row_type = 2 AND ({_KEY}) > (?, ?, ?) AND timer_execute_at <= ?
+  ORDER BY {_KEY} LIMIT ?)
+"""  # noqa: S608
+# Both halves in one statement, so that they are of one moment.
+_GET = f"""
+SELECT
+  (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {_TIMER} || ']', ','), '') || ']'
+   FROM json_each(?1) AS k CROSS JOIN timers AS t
+   WHERE t.row_type = 2 AND t.shard_id = k.value ->> 0
+   AND t.timer_namespace = k.value ->> 1 AND t.timer_id = k.value ->> 2),
+  (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {_REACHED} || ']', ','), '') || ']'
+   FROM json_each(?1) AS k CROSS JOIN timers AS t
+   WHERE t.row_type = 3 AND t.shard_id = k.value ->> 0 AND ({_KEY}) = (
+     SELECT {_KEY} FROM timers AS newest WHERE newest.row_type = 3 AND newest.shard_id = k.value ->> 0
+     AND newest.timer_namespace = k.value ->> 1 AND newest.timer_id = k.value ->> 2
+     ORDER BY timer_generation DESC, timer_reached_at DESC,
+       timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT 1))
+"""  # noqa: S608
+
+
+def _list_sql(row_type: int, row: str, due: str, where: str) -> str:
+    """A stretch of one scan: rows that match in full, of the others the position only."""
+    return f"""
+SELECT '[' || coalesce(group_concat(row, ','), '') || ']' FROM (
+  SELECT CASE WHEN timer_namespace = :namespace
+    AND (:id_prefix IS NULL OR substr(timer_id, 1, length(:id_prefix)) = :id_prefix)
+    AND (:correlation_id IS NULL OR timer_correlation_id = :correlation_id)
+    AND (:due_from IS NULL OR {due} >= :due_from) AND (:due_until IS NULL OR {due} < :due_until)
+    AND (:tag IS NULL OR EXISTS (SELECT 1 FROM json_each(timer_options, '$.t') WHERE value = :tag))
+    AND (:endings IS NULL OR timer_outcome IN (SELECT value FROM json_each(:endings)))
+  THEN {row} ELSE json_array({_KEY}) END AS row
+  FROM timers WHERE {where} AND row_type = {row_type} AND ({_KEY}) > (:a, :b, :c) AND timer_execute_at <= :until
+  ORDER BY {_KEY} LIMIT :page)
+"""  # noqa: S608
+
+
+_BY_SHARD = "shard_id = :shard_id"
+_BY_CORRELATION = "timer_correlation_id = :correlation_id AND timer_namespace = :namespace AND shard_id < :num_shards"
+_LIST = {
+    (reached, where): _list_sql(3, _REACHED, "timer_scheduled_at", where)
+    if reached
+    else _list_sql(2, _TIMER, "timer_execute_at", where)
+    for reached in (False, True)
+    for where in (_BY_SHARD, _BY_CORRELATION)
+}
+
+# --- rows ----------------------------------------------------------------------------------------
+
+_encode = msgspec.json.Encoder().encode
+_decode_rows = msgspec.json.Decoder(list[list[Any]]).decode
+_decode_indexes = msgspec.json.Decoder(list[int]).decode
+_decode_fences = msgspec.json.Decoder(list[tuple[int, int, int]]).decode
+_decode_policy = msgspec.json.Decoder(RetryPolicy).decode
+_decode_extras = msgspec.json.Decoder(Extras).decode
+_decode_namespace = msgspec.json.Decoder(Namespace).decode
+_LARGEST: Final = (1 << 63) - 1
+
+
+def _json(value: object) -> str:
+    return _encode(value).decode()
+
+
+def _common_values(timer: Timer) -> tuple[Any, ...]:
+    return (
+        timer.namespace,
+        timer.timer_id,
+        timer.generation,
+        timer.scheduled_at_ms,
+        timer.created_at_ms,
+        timer.attempts,
+        timer.callback_url,
+        timer.payload,
+        None if timer.retry_policy is None else _json(timer.retry_policy),
+        timer.callback_timeout_seconds,
+        timer.correlation_id,
+        None if timer.extras is NO_EXTRAS else _json(timer.extras),
+    )
+
+
+def timer_values(shard_id: int, timer: Timer) -> tuple[Any, ...]:
+    return (shard_id, timer.execute_at_ms, timer.uuid_high, timer.uuid_low, *_common_values(timer))
+
+
+def _reached_values(shard_id: int, reached: Reached) -> tuple[Any, ...]:
+    timer = reached.timer
+    own = (timer.execute_at_ms, timer.uuid_high, timer.uuid_low)
+    return (shard_id, *reached.position, *_common_values(timer), *own, reached.ending.value, reached.reached_at_ms)
+
+
+def _timer(row: list[Any], own: int = 0) -> Timer:
+    """`own`: where in the row the timer's own position stands."""
+    return Timer(
+        namespace=row[3],
+        timer_id=row[4],
+        uuid_high=row[own + 1],
+        uuid_low=row[own + 2],
+        generation=row[5],
+        execute_at_ms=row[own],
+        scheduled_at_ms=row[6],
+        created_at_ms=row[7],
+        callback_url=row[9],
+        attempts=row[8],
+        payload=row[10],
+        retry_policy=None if row[11] is None else _decode_policy(row[11]),
+        callback_timeout_seconds=row[12],
+        correlation_id=row[13],
+        extras=NO_EXTRAS if row[14] is None else _decode_extras(row[14]),
+    )
+
+
+def _reached(row: list[Any]) -> Reached:
+    return Reached(timer=_timer(row, own=15), ending=Ending(row[18]), reached_at_ms=row[19], purge_at_ms=row[0])
+
+
+class _ShardJson(Struct, array_like=True):
+    shard_id: int
+    version: int
+    nonce: int
+    owner_id: str | None
+    owner_address: str | None
+    claimed_at_ms: int
+    low_water: Position
+
+
+_decode_shards = msgspec.json.Decoder(list[_ShardJson]).decode
+
+
+# --- members -------------------------------------------------------------------------------------
+
+
+def join(db: apsw.Connection, member: Member) -> None:
+    """Joining twice is joining once; but the dead stay dead."""
+    db.execute(
+        "INSERT INTO members (instance_id, address, counter, alive, joined_at) VALUES (?, ?, ?, ?, ?)"
+        " ON CONFLICT DO NOTHING",
+        (member.instance_id, member.address, member.counter, int(member.alive), member.joined_at_ms),
+    )
+    if not db.execute("SELECT alive FROM members WHERE instance_id = ?", (member.instance_id,)).get:
+        raise MemberDead(f"{member.instance_id} was declared dead")
+
+
+def heartbeat(db: apsw.Connection, instance_id: str, counter: int) -> None:
+    db.execute("UPDATE members SET counter = max(counter, ?) WHERE instance_id = ? AND alive", (counter, instance_id))
+    if db.changes() == 0:
+        raise MemberDead(f"{instance_id} was declared dead")
+
+
+def members(db: apsw.Connection) -> list[Member]:
+    rows: list[Any] = db.execute(
+        "SELECT instance_id, address, counter, alive, joined_at FROM members ORDER BY instance_id"
+    ).fetchall()
+    return [Member(row[0], row[1], row[2], bool(row[3]), row[4]) for row in rows]
+
+
+def mark_dead(db: apsw.Connection, instance_id: str, counter: int) -> bool:
+    db.execute("UPDATE members SET alive = 0 WHERE instance_id = ? AND counter = ?", (instance_id, counter))
+    return not db.execute("SELECT alive FROM members WHERE instance_id = ?", (instance_id,)).get
+
+
+def forget_member(db: apsw.Connection, instance_id: str) -> None:
+    db.execute("DELETE FROM members WHERE instance_id = ? AND NOT alive", (instance_id,))
+
+
+# --- shards --------------------------------------------------------------------------------------
+
+
+def ensure_shards(db: apsw.Connection, count: int) -> None:
+    db.execute(_ENSURE_SHARDS, (count,))
+
+
+def shards(db: apsw.Connection) -> list[ShardRow]:
+    return sorted(_shard_rows(db.execute(_SHARDS).get), key=lambda row: row.shard_id)
+
+
+def _shard_rows(text: str) -> list[ShardRow]:
+    return [ShardRow(*msgspec.structs.astuple(row)) for row in _decode_shards(text)]
+
+
+def claim(db: apsw.Connection, claims: Sequence[Claim]) -> list[ShardRow]:
+    for turn in _turns([claim.shard_id for claim in claims]):
+        wishes = [claims[index] for index in turn]
+        db.execute(
+            _CLAIM,
+            (
+                _json(
+                    [(c.shard_id, c.expected_version, c.nonce, c.owner_id, c.owner_address, c.now_ms) for c in wishes]
+                ),
+            ),
+        )
+    text = db.execute(_SOME_SHARDS, (_json([claim.shard_id for claim in claims]),)).get
+    rows = {row.shard_id: row for row in _shard_rows(text)}
+    return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
+
+
+def release(db: apsw.Connection, fences: Sequence[Fence]) -> list[ShardLost | None]:
+    results: list[ShardLost | None] = [None] * len(fences)
+    for turn in _turns([fence.shard_id for fence in fences]):
+        held, _ = _check(db, [fences[index] for index in turn], [])
+        db.execute(_RELEASE, (_json([fences[index].shard_id for index in turn if fences[index] in held]),))
+        for index in turn:
+            if fences[index] not in held:
+                results[index] = _lost(fences[index])
+    return results
+
+
+def _check(db: apsw.Connection, fences: Sequence[Fence], keys: Sequence[_Key]) -> tuple[set[Fence], list[int]]:
+    """Those of the fences that hold, and the indexes of those keys under which a timer is stored."""
+    shard_ids = [fence.shard_id for fence in fences]
+    found, stored = db.execute(_CHECK, (_json(shard_ids), _json(keys))).fetchone()  # type: ignore[misc]
+    current = {Fence(*fence) for fence in _decode_fences(found)}
+    return current.intersection(fences), _decode_indexes(stored)
+
+
+def _lost(fence: Fence) -> ShardLost:
+    return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
+
+
+def _turns(shard_ids: Sequence[int]) -> list[list[int]]:
+    """Indexes in groups to be done one after the other, so that no group names a shard twice. Normally one."""
+    if len(set(shard_ids)) == len(shard_ids):
+        return [list(range(len(shard_ids)))]
+    turns: list[list[int]] = []
+    times: dict[int, int] = {}
+    for index, shard_id in enumerate(shard_ids):
+        turn = times[shard_id] = times.get(shard_id, -1) + 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(index)
+    return turns
+
+
+# --- timers --------------------------------------------------------------------------------------
+
+_Key = tuple[int, str, str]
+
+
+def commit(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    results: list[Committed | ShardLost] = [_NOTHING_REPLACED] * len(batches)
+    for turn in _turns([batch.fence.shard_id for batch in batches]):
+        for index, result in zip(turn, _commit_turn(db, [batches[index] for index in turn]), strict=True):
+            results[index] = result
+    return results
+
+
+_NOTHING_REPLACED = Committed()
+
+
+def _commit_turn(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    """All batches together: check, remove what is deleted or replaced, insert. No two name the same shard."""
+    puts = [(batch.fence.shard_id, timer) for batch in batches for timer in batch.puts]
+    keys = [(shard_id, timer.namespace, timer.timer_id) for shard_id, timer in puts]
+    held, stored = _check(db, [batch.fence for batch in batches], keys)
+    if len(held) < len(batches):
+        return _commit_held(db, batches, held)
+    gone = [(batch.fence.shard_id, *key) for batch in batches for key in batch.deletes]
+    gone += [keys[index] for index in stored]
+    if gone:
+        db.execute(_DELETE, (_json(gone),))
+    insert_rows(db, 2, [timer_values(shard_id, timer) for shard_id, timer in puts])
+    insert_rows(db, 3, [_reached_values(b.fence.shard_id, reached) for b in batches for reached in b.reached])
+    for batch in batches:
+        if batch.low_water is not None:
+            db.execute(_LOW_WATER, (_json(batch.low_water), batch.fence.shard_id))
+    return _committed(batches, stored)
+
+
+def _commit_held(db: apsw.Connection, batches: Sequence[Batch], held: set[Fence]) -> list[Committed | ShardLost]:
+    """Some fences failed: the others are committed as if those batches had not been there."""
+    good = [batch for batch in batches if batch.fence in held]
+    done = iter(_commit_turn(db, good) if good else ())
+    return [next(done) if batch.fence in held else _lost(batch.fence) for batch in batches]
+
+
+def _committed(batches: Sequence[Batch], stored: list[int]) -> list[Committed | ShardLost]:
+    if not stored:
+        return [_NOTHING_REPLACED] * len(batches)
+    results: list[Committed | ShardLost] = []
+    replaced, first = set(stored), 0
+    for batch in batches:
+        results.append(Committed(frozenset(i for i in range(len(batch.puts)) if first + i in replaced)))
+        first += len(batch.puts)
+    return results
+
+
+def insert_rows(db: apsw.Connection, row_type: int, rows: list[tuple[Any, ...]]) -> None:
+    first, texts = 0, INSERTS[row_type]
+    while first < len(rows):
+        count = min(CHUNK_ROWS_MAX, 1 << (len(rows) - first).bit_length() - 1)
+        db.execute(texts[count], [value for row in rows[first : first + count] for value in row])
+        first += count
+
+
+def load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
+    rows, limit = _shorter_if_too_big(
+        lambda count: db.execute(_LOAD, (shard_id, *after, until_ms, count + 1)).get, limit
+    )
+    timers = [_timer(row) for row in rows]
+    if len(timers) <= limit:
+        return Page(timers, None)
+    del timers[limit:]
+    return Page(timers, timers[-1].position)
+
+
+def _shorter_if_too_big(fetch: Callable[[int], str], count: int) -> tuple[list[list[Any]], int]:
+    """The rows of the answer, and for what count it was given."""
+    while True:
+        try:
+            return _decode_rows(fetch(count)), count
+        except apsw.TooBigError:
+            if count == 1:
+                raise
+            count //= 2
+
+
+def get_many(db: apsw.Connection, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
+    try:
+        text = _json([(shard_id, *key) for shard_id, key in keys])
+        timers_json, reached_json = db.execute(_GET, (text,)).fetchone()  # type: ignore[misc]
+    except apsw.TooBigError:
+        if len(keys) == 1:
+            raise
+        half = len(keys) // 2
+        return get_many(db, keys[:half]) + get_many(db, keys[half:])
+    timers = {index: _timer(row) for index, row in _decode_rows(timers_json)}
+    ended = {index: _reached(row) for index, row in _decode_rows(reached_json)}
+    return [Found(timers.get(index), ended.get(index)) for index in range(len(keys))]
+
+
+def purge_reached(db: apsw.Connection, fence: Fence, before_ms: int, limit: int) -> int:
+    held, _ = _check(db, [fence], [])
+    if not held:
+        raise _lost(fence)
+    db.execute(_PURGE, (fence.shard_id, before_ms, limit))
+    return db.changes()
+
+
+# --- list ----------------------------------------------------------------------------------------
+
+
+class _BudgetSpent(Exception):
+    pass
+
+
+def list_timers(db: apsw.Connection, query: ListQuery) -> Listing:
+    """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
+    scan = _Scan(db, query)
+    matches: list[list[Any]] = []
+    seen: Position | None = None
+    try:
+        for row in heapq.merge(*scan.streams(), key=_position):
+            if len(matches) == query.limit:
+                break
+            seen = _position(row)
+            if len(row) > 3:
+                matches.append(row)
+        else:
+            seen = None
+    except _BudgetSpent:
+        pass
+    if query.endings:
+        return Listing(reached=[_reached(row) for row in matches], next=seen)
+    return Listing(timers=[_timer(row) for row in matches], next=seen)
+
+
+def _position(row: list[Any]) -> Position:
+    return Position(row[0], row[1], row[2])
+
+
+class _Scan:
+    """The range scans of one list call. They stop with _BudgetSpent; what was merged by then is in order."""
+
+    def __init__(self, db: apsw.Connection, query: ListQuery) -> None:
+        self._db = db
+        self._query = query
+        self._rows_left = LIST_ROWS_MAX
+        by_due = not query.endings  # then the due range bounds the scan itself
+        after = query.after
+        if by_due and query.due_from_ms is not None:
+            after = max(after, Position(query.due_from_ms - 1, _LARGEST, _LARGEST))
+        self._after = after
+        self._bindings: dict[str, Any] = {
+            "namespace": query.namespace,
+            "num_shards": query.num_shards,
+            "id_prefix": query.id_prefix,
+            "correlation_id": query.correlation_id,
+            "tag": query.tag,
+            "due_from": query.due_from_ms,
+            "due_until": query.due_until_ms,
+            "endings": _json(sorted(query.endings)) if query.endings else None,
+            "until": query.due_until_ms - 1 if by_due and query.due_until_ms is not None else _LARGEST,
+        }
+
+    def streams(self) -> list[Iterator[list[Any]]]:
+        if self._query.correlation_id is not None:
+            return [self._stream(0, _BY_CORRELATION, self._query.limit + 1)]
+        # Matches come evenly from all shards; a page that turns out too short is followed by a longer one.
+        first_page = 2 + self._query.limit * 2 // self._query.num_shards
+        return [self._stream(shard_id, _BY_SHARD, first_page) for shard_id in range(self._query.num_shards)]
+
+    def _stream(self, shard_id: int, where: str, page: int) -> Iterator[list[Any]]:
+        sql = _LIST[bool(self._query.endings), where]
+        after, first = self._after, True
+        while True:
+            # The first page of every shard is free of the budget: without it nothing can be merged.
+            if self._rows_left <= 0 and not first:
+                raise _BudgetSpent
+            rows, page = self._fetch(sql, shard_id, after, min(page, LIST_PAGE_MAX))
+            first = False
+            yield from rows
+            if len(rows) < page:
+                return
+            after, page = _position(rows[-1]), page * 2
+
+    def _fetch(self, sql: str, shard_id: int, after: Position, page: int) -> tuple[list[list[Any]], int]:
+        bindings = self._bindings | {"shard_id": shard_id, "a": after[0], "b": after[1], "c": after[2]}
+        rows, page = _shorter_if_too_big(lambda count: self._db.execute(sql, bindings | {"page": count}).get, page)
+        self._rows_left -= len(rows)
+        return rows, page
+
+
+# --- namespaces ----------------------------------------------------------------------------------
+
+
+def namespaces(db: apsw.Connection) -> list[Namespace]:
+    rows: list[Any] = db.execute("SELECT body FROM namespaces ORDER BY name").fetchall()
+    return [_decode_namespace(row[0]) for row in rows]
+
+
+def put_namespace(db: apsw.Connection, namespace: Namespace, expected_revision: int | None) -> bool:
+    values = (namespace.name, namespace.num_shards, namespace.revision, _json(namespace))
+    if expected_revision is None:
+        db.execute(
+            "INSERT INTO namespaces (name, num_shards, revision, body) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            values,
+        )
+    else:
+        db.execute(
+            "UPDATE namespaces SET num_shards = ?2, revision = ?3, body = ?4 WHERE name = ?1 AND revision = ?5",
+            (*values, expected_revision),
+        )
+    return db.changes() == 1

@@ -1,0 +1,107 @@
+"""URLs to call, taken apart strictly, and the head of a request to one. Pure.
+
+What two readers could read differently is refused rather than repaired: the host that is vetted must be the
+host that is called. International names are accepted in their xn-- form only, for the same reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from ipaddress import IPv6Address
+from typing import Final
+
+from msgspec import Struct
+
+__all__ = ["Target", "parse_target", "request_head"]
+
+URL_BYTES_MAX: Final = 2048
+
+
+class Target(Struct, frozen=True, gc=False):
+    """A URL, taken apart once. Callers keep it: parsing is not for every call."""
+
+    origin: str  # "scheme://host:port", lower case: connections are shared by it
+    tls: bool
+    host: str  # lower case, an IPv6 address without its brackets
+    port: int
+    host_header: str
+    path: str  # with the query
+
+
+_URL = re.compile(
+    r"(?P<scheme>https?)://(?:\[(?P<v6>[0-9a-f:.]{2,45})\]|(?P<host>[a-z0-9._-]{1,254}))(?::(?P<port>[0-9]{1,5}))?"
+    r"(?P<path>[/?][!-~]*)?",
+    re.ASCII | re.IGNORECASE,
+)
+
+
+def parse_target(url: str) -> Target:
+    """Strict: what two parsers could read differently is refused. A ValueError reads on after a field's name."""
+    if len(url) > URL_BYTES_MAX:
+        raise ValueError(f"must be at most {URL_BYTES_MAX} bytes long")
+    match = _URL.fullmatch(url)
+    if match is None or "#" in url:
+        raise ValueError(_what_is_wrong(url))
+    scheme = match["scheme"].lower()
+    tls = scheme == "https"
+    host = _ipv6(match["v6"]) if match["v6"] else _host(match["host"].lower())
+    default_port = 443 if tls else 80
+    port = int(match["port"] or default_port)
+    if not 1 <= port <= 65_535:
+        raise ValueError("must have a port from 1 to 65535")
+    path = match["path"] or "/"
+    shown = f"[{host}]" if match["v6"] else host
+    return Target(
+        origin=f"{scheme}://{shown}:{port}",
+        tls=tls,
+        host=host,
+        port=port,
+        host_header=shown if port == default_port else f"{shown}:{port}",
+        path=path if path[0] == "/" else "/" + path,
+    )
+
+
+def _host(host: str) -> str:
+    if not all(0 < len(label) < 64 for label in host.removesuffix(".").split(".")):
+        raise ValueError("must have a host whose parts are 1 to 63 characters long")
+    return host
+
+
+def _ipv6(text: str) -> str:
+    try:
+        return str(IPv6Address(text))
+    except ValueError:
+        raise ValueError("must have an IPv6 address, and nothing else, between brackets") from None
+
+
+def _what_is_wrong(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    authority = re.split(r"[/?#\\]", rest, maxsplit=1)[0]
+    if not url.isascii():
+        return "must be ASCII; write an international host in its xn-- form and percent-encode the path"
+    if any(character <= " " or character == "\x7f" for character in url):
+        return "must not contain spaces or control characters"
+    if not separator or scheme.lower() not in ("http", "https"):
+        return "must be an absolute URL that starts with http:// or https://"
+    if "@" in authority:
+        return "must not contain a user name or password"
+    if "#" in url:
+        return "must not contain a fragment (#…)"
+    if not authority or authority.startswith(":"):
+        return "must have a host"
+    return "must have a plain host name or address and, if any, a port from 1 to 65535"
+
+
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
+_VALUE = re.compile(r"[\t -~]*", re.ASCII)
+
+
+def request_head(method: str, target: Target, headers: Mapping[str, str]) -> bytes:
+    """The request up to, not including, content-length, which ends the block: see `request`."""
+    lines = [f"{method} {target.path} HTTP/1.1\r\nhost: {target.host_header}\r\naccept-encoding: identity\r\n"]
+    for name, value in headers.items():
+        if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
+            raise ValueError(f"header {name!r} is not a name with a value of visible ASCII")
+        lines.append(f"{name}: {value}\r\n")
+    return "".join(lines).encode("ascii")

@@ -1,0 +1,50 @@
+"""The definition of a Store, as tests. Every adapter passes all of them, unchanged.
+
+For an adapter of your own, in a test module of yours:
+
+    from duetime.testing.conformance import StoreConformance
+
+    class TestMyStore(StoreConformance):
+        def new_store(self):        # a store object, not yet opened, on the database under test;
+            return MyStore(URL)     # called again where a test needs a second session
+        async def wipe(self):       # make that database empty: called before every test
+            ...
+
+For an adapter that ships with Duetime, on a database named by URL:
+
+    DUETIME_TEST_STORE=sqlite:////tmp/test.db pytest --pyargs duetime.testing.conformance
+
+That database is wiped before every test, so its URL must contain the word "test". One that was asked for
+and cannot be reached is a failure, not a skip.
+
+DUETIME_TEST_EXAMPLES says how many random histories are compared with MemoryStore (default 25).
+Needs pytest, pytest-asyncio and hypothesis. What differs between stores is in their Capabilities, and
+nothing else may.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "duetime.testing.conformance.harness",
+    "duetime.testing.conformance.machine",
+    "duetime.testing.conformance.ownership",
+    "duetime.testing.conformance.timers",
+)
+
+from duetime.testing.conformance.harness import Harness  # noqa: E402 - after the rewriting is set up
+from duetime.testing.conformance.machine import AgreesWithMemory  # noqa: E402
+from duetime.testing.conformance.ownership import Fences, Life, Members, Namespaces, Shards, Zombies  # noqa: E402
+from duetime.testing.conformance.timers import Identity, Lists, Loads, ReachedRows, Upserts  # noqa: E402
+
+__all__ = ["StoreConformance"]
+
+
+class StoreConformance(
+    Life, Members, Namespaces, Shards, Fences, Zombies, Identity, Upserts, ReachedRows, Loads, Lists, AgreesWithMemory
+):
+    """All of it. A subclass whose name starts with Test is what pytest runs."""
+
+
+assert issubclass(StoreConformance, Harness)

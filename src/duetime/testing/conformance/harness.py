@@ -1,0 +1,113 @@
+"""What the conformance tests stand on: a store on an empty database, with shards that are owned."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+
+from duetime.model import BEFORE_ALL, Ending, Position, Reached, Timer
+from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Store
+
+SHARDS = 4
+FAR = 1 << 53
+EVERY_ENDING = frozenset(Ending)
+
+
+@pytest.mark.asyncio
+class Harness:
+    def new_store(self) -> Store:
+        """A store object, not yet opened, on the database under test."""
+        raise NotImplementedError
+
+    async def wipe(self) -> None:
+        """Make the database under test empty."""
+        raise NotImplementedError
+
+    @pytest_asyncio.fixture
+    async def store(self) -> AsyncIterator[Store]:
+        await self.wipe()
+        store = self.new_store()
+        await store.migrate()
+        await store.open()
+        try:
+            await store.ensure_shards(SHARDS)
+            yield store
+        finally:
+            await store.close()
+
+    @pytest_asyncio.fixture
+    async def fence(self, store: Store) -> Fence:
+        """Shard 0, owned."""
+        return await take(store, 0)
+
+    @pytest_asyncio.fixture
+    async def other_session(self, store: Store) -> AsyncIterator[Store]:
+        """A second session on the same database; an exclusive store has only the one."""
+        if store.capabilities.exclusive:
+            yield store
+            return
+        other = self.new_store()
+        await other.open()
+        try:
+            yield other
+        finally:
+            await other.close()
+
+
+async def take(store: Store, shard_id: int, nonce: int | None = None, owner_id: str = "a") -> Fence:
+    """Claim a shard whatever its version, and answer the fence."""
+    version = next(row.version for row in await store.shards() if row.shard_id == shard_id)
+    claim = Claim(shard_id, version, 1_000 + version if nonce is None else nonce, owner_id, "host:1", 1)
+    [row] = await store.claim([claim])
+    assert row.nonce == claim.nonce
+    return row.fence
+
+
+async def put(store: Store, fence: Fence, *timers: Timer) -> Committed:
+    return await done(store, Batch(fence, puts=timers))
+
+
+async def done(store: Store, batch: Batch) -> Committed:
+    """Commit a batch that must succeed."""
+    [result] = await store.commit([batch])
+    assert isinstance(result, Committed), result
+    return result
+
+
+async def all_timers(store: Store, shard_id: int = 0, page: int = 1_000) -> list[Timer]:
+    """Every timer of a shard, by pages."""
+    timers: list[Timer] = []
+    after: Position | None = BEFORE_ALL
+    while after is not None:
+        stretch = await store.load(shard_id, after, FAR, page)
+        timers += stretch.timers
+        after = stretch.next
+    return timers
+
+
+async def all_reached(store: Store, namespace: str = "test", page: int = 100) -> list[Reached]:
+    return (await listed(store, ListQuery(namespace=namespace, num_shards=SHARDS, endings=EVERY_ENDING, limit=page)))[1]
+
+
+async def listed(store: Store, query: ListQuery) -> tuple[list[Timer], list[Reached]]:
+    """What a query lists, by pages, until there is no next."""
+    timers: list[Timer] = []
+    reached: list[Reached] = []
+    after: Position | None = query.after
+    while after is not None:
+        page = await store.list_timers(replace(query, after=after))
+        assert len(page.timers) + len(page.reached) <= query.limit
+        assert page.next is None or page.next > after, "a list must move on"
+        timers += page.timers
+        reached += page.reached
+        after = page.next
+    return timers, reached
+
+
+async def contents(store: Store, namespace: str = "test") -> object:
+    """All that a test may have changed, for comparing before and after."""
+    timers = [await all_timers(store, row.shard_id) for row in await store.shards()]
+    return await store.shards(), timers, await all_reached(store, namespace)

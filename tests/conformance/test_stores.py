@@ -1,0 +1,34 @@
+"""The stores that need no server pass the conformance suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from duetime.store import Store, open_store
+from duetime.stores.memory import MemoryStore
+from duetime.testing.conformance import StoreConformance
+
+
+class TestMemoryStore(StoreConformance):
+    shared: MemoryStore
+
+    def new_store(self) -> Store:
+        return self.shared
+
+    async def wipe(self) -> None:
+        self.shared = MemoryStore()
+
+
+class TestSqliteStore(StoreConformance):
+    @pytest.fixture(autouse=True)
+    def _in(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "duetime.db"
+
+    def new_store(self) -> Store:
+        return open_store(f"sqlite:///{self.path}")
+
+    async def wipe(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)

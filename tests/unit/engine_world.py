@@ -1,0 +1,119 @@
+"""A small world for engine tests: a real engine and service on a memory store, in virtual time, with
+destinations that answer as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from duetime.config import load_config
+from duetime.delivery import Attempt
+from duetime.engine import Engine
+from duetime.model import Contact, Created, Outcome, TimerKey, TimerSpec, TimerView
+from duetime.service import Service
+from duetime.store import Store
+from duetime.stores.memory import MemoryStore
+from duetime.telemetry import Telemetry
+from duetime.testing.virtual import VirtualClock, run_virtual
+
+OK = Outcome(Contact.ANSWERED, 200)
+URL = "http://shop.test/hook"
+
+
+class Destinations:
+    """A Deliverer whose receivers live in the test. `answers` maps a URL to what it does with a call."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.answers: dict[str, Callable[[Attempt], Awaitable[Outcome]]] = {}
+        self.calls: list[tuple[int, str, int]] = []  # (wall time, timer id, attempt)
+        self.payloads: list[str | None] = []
+        self.before_begin: Callable[[Attempt], Awaitable[None]] | None = None
+
+    def check(self, url: str) -> None:
+        if not url.startswith("http"):
+            raise ValueError("must be a URL")
+
+    def check_headers(self, headers: Mapping[str, str]) -> None:
+        pass
+
+    def destination(self, url: str) -> str:
+        return url.partition("?")[0]
+
+    async def deliver(self, attempt: Attempt) -> Outcome:
+        if self.before_begin is not None:
+            await self.before_begin(attempt)
+        at_ms = attempt.begin()
+        if at_ms is None:
+            return Outcome(Contact.NOT_SENT)
+        self.calls.append((at_ms, attempt.timer.timer_id, attempt.timer.attempts + 1))
+        self.payloads.append(attempt.timer.payload)
+        answer = self.answers.get(attempt.timer.callback_url)
+        return OK if answer is None else await answer(attempt)
+
+    async def close(self) -> None:
+        pass
+
+    def called(self) -> list[str]:
+        return [timer_id for _, timer_id, _ in self.calls]
+
+
+class World:
+    def __init__(self, clock: VirtualClock, store: Store | None = None, **settings: Any) -> None:
+        self.clock = clock
+        self.store: Store = store or MemoryStore(clock)
+        self.config = load_config(
+            environ={}, flags={name.replace("__", "."): value for name, value in settings.items()}
+        )
+        self.destinations = Destinations(clock)
+        self.starts = 0
+        self.new_instance()
+
+    def new_instance(self) -> None:
+        self.starts += 1
+        self.engine = Engine(
+            self.config,
+            self.store,
+            self.destinations,
+            self.clock,
+            Telemetry(),
+            address="test:1",
+            rng=random.Random(self.starts),
+        )
+        self.service = Service(self.config, self.engine, self.store, self.destinations)
+
+    async def start(self) -> None:
+        await self.store.migrate()
+        await self.store.open()
+        await self.service.create_default_namespace()
+        await self.engine.start()
+
+    async def crash_and_restart(self) -> None:
+        """The process dies without a word; another one starts on the same store."""
+        self.engine.abandon()
+        await asyncio.sleep(0)
+        self.new_instance()
+        await self.start()
+
+    async def create(self, timer_id: str, delay_ms: int = 1_000, **fields: Any) -> Created:
+        fields.setdefault("callback_url", URL)
+        return await self.service.create(TimerSpec(namespace="default", timer_id=timer_id, delay_ms=delay_ms, **fields))
+
+    async def get(self, timer_id: str) -> TimerView:
+        return await self.service.get(TimerKey("default", timer_id))
+
+
+def in_world(story: Callable[[World], Awaitable[None]], **settings: Any) -> None:
+    """Tell a story in a world of its own."""
+
+    async def told(clock: VirtualClock) -> None:
+        world = World(clock, **settings)
+        await world.start()
+        try:
+            await story(world)
+        finally:
+            await world.engine.stop()
+
+    run_virtual(told)
