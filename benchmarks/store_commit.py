@@ -33,6 +33,8 @@ SHARDS = 16
 BATCHES = (1, 10, 100, 1_000)
 RUNS = 3
 
+Act = Callable[..., Coroutine[Any, Any, float]]
+
 
 def some_timers(count: int) -> list[Timer]:
     return [
@@ -91,6 +93,8 @@ async def commits(path: Path, timers: list[Timer], size: int, *, settle: bool = 
     if settle:
         for batches in puts:
             await store.commit(batches)
+        due = sorted(timers, key=lambda timer: timer.position)  # as they would be fired
+        puts = [by_shard(fences, due[first : first + size]) for first in range(0, len(due), size)]
         work = [[settled(batch) for batch in batches] for batches in puts]
     started = time.perf_counter()
     for batches in work:
@@ -138,23 +142,23 @@ def measure(rows: int, directory: str) -> dict[str, Any]:
     for size in BATCHES:
         timers = some_timers(max(200, min(rows, size * 1_000)))
 
-        def store(act: Callable[..., Any], size: int = size, *, busy: bool, **kw: Any) -> Callable[[Path], float]:
-            def run(path: Path) -> float:
+        def on_store(act: Act, *, busy: bool = False, **kw: bool) -> Callable[[Path], float]:
+            def run_once(path: Path) -> float:
                 work = act(path, timers, size, **kw)  # noqa: B023 - called within the turn
                 return asyncio.run(beside_a_busy_loop(work) if busy else work)
 
-            return run
+            return run_once
 
         candidates: dict[str, Callable[[Path], float]] = {
             "bare_executemany": lambda path: bare(path, timers, size, many=True),  # noqa: B023
             "bare_multi_row": lambda path: bare(path, timers, size, many=False),  # noqa: B023
-            "commit": store(commits, busy=False),
-            "commit_busy": store(commits, busy=True),
-            "settle": store(commits, busy=False, settle=True),
-            "settle_busy": store(commits, busy=True, settle=True),
+            "commit": on_store(commits),
+            "commit_busy": on_store(commits, busy=True),
+            "settle": on_store(commits, settle=True),
+            "settle_busy": on_store(commits, busy=True, settle=True),
         }
         if size == 1_000:
-            candidates |= {"load": store(loads, busy=False), "load_busy": store(loads, busy=True)}
+            candidates |= {"load": on_store(loads), "load_busy": on_store(loads, busy=True)}
         figures: dict[str, list[float]] = {name: [] for name in candidates}
         for _ in range(RUNS):
             for name, run in candidates.items():

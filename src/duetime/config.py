@@ -7,14 +7,15 @@ read at start, so it cannot drift. Unknown keys and wrong types are errors that 
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from duetime.errors import SetupError
 from duetime.timetext import format_duration, parse_duration
@@ -37,11 +38,24 @@ class Duration:
     def seconds(self) -> float:
         return self.ms / 1_000
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Duration) and self.ms == other.ms
+
+    def __hash__(self) -> int:
+        return hash(self.ms)
+
+    def __repr__(self) -> str:
+        return f"Duration({format_duration(self.ms)})"
+
+
+AtLeast1 = Annotated[int, Meta(ge=1)]
+AtLeast0 = Annotated[int, Meta(ge=0)]
+
 
 class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     listen: str
-    request_bytes_max: int
-    connections_max: int
+    request_bytes_max: AtLeast1
+    connections_max: AtLeast1
     idle_timeout: Duration
     drain_timeout: Duration
 
@@ -51,7 +65,7 @@ class StoreConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class Namespaces(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    default_num_shards: int
+    default_num_shards: Annotated[int, Meta(ge=1, le=16_384)]
     create_on_first_use: bool
 
 
@@ -60,18 +74,18 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     lease: Duration
     dead_after: Duration
     look_ahead: Duration
-    timers_in_memory_max: int
-    writes_waiting_max: int
+    timers_in_memory_max: Annotated[int, Meta(ge=1_000)]
+    writes_waiting_max: AtLeast1
     write_timeout: Duration
     clock_skew_max: Duration
 
 
 class Delivery(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    concurrency_per_destination: int
-    concurrency_max: int
-    rate_per_destination: int
+    concurrency_per_destination: AtLeast1
+    concurrency_max: AtLeast1
+    rate_per_destination: AtLeast0
     connect_timeout: Duration
-    breaker_failures: int
+    breaker_failures: AtLeast1
     breaker_pause: Duration
     breaker_pause_max: Duration
     allow_networks: tuple[str, ...]
@@ -81,10 +95,10 @@ class Delivery(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    payload_bytes_max: int
-    json_depth_max: int
-    batch_timers_max: int
-    page_timers_max: int
+    payload_bytes_max: AtLeast1
+    json_depth_max: AtLeast1
+    batch_timers_max: AtLeast1
+    page_timers_max: AtLeast1
 
 
 class Token(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -128,7 +142,7 @@ def load_config(
     _merge(settings, _from_environment(settings, environ), "the environment")
     for path, value in (flags or {}).items():
         section, _, key = path.partition(".")
-        settings[section][key] = value
+        _merge(settings, {section: {key: value}}, "flags")
     _read_indirect(settings, environ)
     try:
         config = msgspec.convert(settings, Config, dec_hook=_duration)
@@ -140,7 +154,7 @@ def load_config(
 
 
 def shown(config: Config) -> str:
-    """The configuration as TOML, secrets redacted."""
+    """The configuration as TOML, secrets redacted; without secrets, a file that loads to the same Config."""
     lines: list[str] = []
     for section in config.__struct_fields__:
         lines.append(f"[{section}]")
@@ -150,11 +164,14 @@ def shown(config: Config) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+# Greedy up to the last @: a password may hold any character, and too much hidden is better than too little.
+_PASSWORD_IN_URL = re.compile(r"^([^:/]+://[^/:]*:).*@", re.DOTALL)
+_SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|passwd|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
+
+
 def _redacted(key: str, value: Any) -> Any:
-    if key == "url" and "@" in value:
-        scheme, _, rest = value.partition("://")
-        user, _, host = rest.rpartition("@")
-        return f"{scheme}://{user.partition(':')[0]}:***@{host}"
+    if key == "url":
+        return _SECRET_PARAMETER.sub(r"\1***", _PASSWORD_IN_URL.sub(r"\1***@", value))
     return value
 
 
@@ -166,7 +183,8 @@ def _toml(value: Any) -> str:
         return f'{{ {listed}, sha256 = "***" }}'
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return msgspec.json.encode(value).decode()
+    # JSON is TOML here, but for one character that JSON lets stand bare.
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -180,8 +198,10 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _merge(settings: dict[str, Any], changes: dict[str, Any], source: str) -> None:
     for section, keys in changes.items():
-        if section not in settings or not isinstance(keys, dict):
+        if section not in settings:
             raise SetupError(f"{source}: unknown section [{section}]; known are {', '.join(settings)}")
+        if not isinstance(keys, dict):
+            raise SetupError(f"{source}: {section} must be a section, written [{section}]")
         for key, value in keys.items():
             if key not in settings[section]:
                 raise SetupError(f"{source}: unknown key {section}.{key}; known are {', '.join(settings[section])}")
@@ -207,7 +227,7 @@ def _typed(name: str, text: str, default: Any) -> Any:
         return text
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeError):
         raise SetupError(f"the environment: {name} must be {type(default).__name__}, got {text!r}") from None
 
 
@@ -221,8 +241,8 @@ def _read_indirect(value: Any, environ: Mapping[str, str]) -> Any:
     elif isinstance(value, str) and value.startswith("file:"):
         try:
             return Path(value.removeprefix("file:")).read_text("utf-8").strip()
-        except OSError as error:
-            raise SetupError(f"configuration: {value}: {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise SetupError(f"configuration: {value}: {getattr(error, 'strerror', error)}") from None
     elif isinstance(value, str) and value.startswith("env:"):
         name = value.removeprefix("env:")
         if name not in environ:
@@ -232,22 +252,29 @@ def _read_indirect(value: Any, environ: Mapping[str, str]) -> Any:
 
 
 def _duration(kind: type, value: Any) -> Any:
-    if kind is not Duration or not isinstance(value, str):
-        raise TypeError
+    if not isinstance(value, str):
+        raise ValueError('must be a duration in quotes, such as "90s"')
     return Duration(parse_duration(value))
 
 
 def _check(config: Config) -> None:
-    engine = config.engine
+    engine, delivery = config.engine, config.delivery
+    positive = {
+        "server.idle_timeout": config.server.idle_timeout,
+        "engine.heartbeat_interval": engine.heartbeat_interval,
+        "engine.look_ahead": engine.look_ahead,
+        "engine.write_timeout": engine.write_timeout,
+        "delivery.connect_timeout": delivery.connect_timeout,
+        "delivery.breaker_pause": delivery.breaker_pause,
+    }
     wrong: list[tuple[bool, str]] = [
+        *((duration.ms == 0, f"{path}: more than 0") for path, duration in positive.items()),
         (engine.heartbeat_interval.ms * 2 >= engine.lease.ms, "engine.lease: more than two heartbeat_intervals"),
         (engine.dead_after.ms <= engine.lease.ms, "engine.dead_after: more than the lease"),
-        (engine.timers_in_memory_max < 1_000, "engine.timers_in_memory_max: at least 1000"),
-        (engine.writes_waiting_max < 1, "engine.writes_waiting_max: at least 1"),
-        (not 1 <= config.namespaces.default_num_shards <= 16_384, "namespaces.default_num_shards: 1 to 16384"),
-        (config.delivery.concurrency_per_destination < 1, "delivery.concurrency_per_destination: at least 1"),
-        (config.delivery.concurrency_max < 1, "delivery.concurrency_max: at least 1"),
-        (config.delivery.breaker_failures < 1, "delivery.breaker_failures: at least 1"),
+        (
+            delivery.breaker_pause_max.ms < delivery.breaker_pause.ms,
+            "delivery.breaker_pause_max: no less than breaker_pause",
+        ),
         (config.log.level not in ("debug", "info", "warning", "error"), "log.level: debug, info, warning or error"),
         (config.log.format not in ("text", "json"), "log.format: text or json"),
     ]
@@ -259,5 +286,5 @@ def _check(config: Config) -> None:
         unknown = set(token.verbs) - {"read", "write", "admin"}
         if unknown:
             raise SetupError(f"configuration: auth.tokens: {token.name}: unknown verbs {', '.join(sorted(unknown))}")
-        if len(token.sha256) != 64:
+        if re.fullmatch("[0-9a-fA-F]{64}", token.sha256) is None:
             raise SetupError(f"configuration: auth.tokens: {token.name}: sha256 must be 64 hex digits")

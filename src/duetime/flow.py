@@ -26,6 +26,7 @@ T = TypeVar("T")
 _IDLE_DESTINATIONS_MAX = 10_000
 _OVERLOADED = (429, 503)
 _SOON_SECONDS = 30.0
+_CATCH_UP_SECONDS = 0.05
 
 
 class Destination(Generic[T]):
@@ -44,7 +45,7 @@ class Destination(Generic[T]):
         self.waker: asyncio.TimerHandle | None = None
         self.finished = 0  # calls since the last measurement
         self.per_second = 0.0
-        self.taken_back = 0  # items given back since it last answered
+        self.taken_back = 0  # items given back since its breaker closed
 
     def push(self, item: T, namespace: str) -> None:
         queue = self.queues.get(namespace)
@@ -92,6 +93,7 @@ class Flow(Generic[T]):
         self._destinations: dict[str, Destination[T]] = {}
         self._starved: deque[Destination[T]] = deque()
         self._workers: set[asyncio.Task[None]] = set()
+        self._forget_at = _IDLE_DESTINATIONS_MAX  # as many destinations; grows while they are all busy
         self._loop = asyncio.get_running_loop()
         self.waiting = 0
         self.in_flight = 0
@@ -100,7 +102,7 @@ class Flow(Generic[T]):
     def submit(self, item: T, destination: str, namespace: str) -> None:
         place = self._destinations.get(destination)
         if place is None:
-            if len(self._destinations) >= _IDLE_DESTINATIONS_MAX:
+            if len(self._destinations) >= self._forget_at:
                 self._forget_idle()
             place = self._destinations[destination] = Destination(destination)
         place.push(item, namespace)
@@ -152,7 +154,10 @@ class Flow(Generic[T]):
             place.in_flight -= 1
             place.finished += 1
             self.in_flight -= 1
-            self._done(item, outcome)
+            try:
+                self._done(item, outcome)
+            except Exception:  # one item that breaks its settling must not hold up those behind it
+                log.exception("an outcome from destination %s could not be settled", place.name)
             if self._judge(place, outcome):
                 self._pump(place)
             while self._starved and self.in_flight < self._config.concurrency_max:
@@ -160,8 +165,8 @@ class Flow(Generic[T]):
                 other.starved = False
                 self._pump(other)
             item = self._next(place)
-        if not (place.waiting or place.in_flight or place.failures):
-            self._destinations.pop(place.name, None)
+        if not (place.waiting or place.in_flight or place.failures or place.next_start > self._loop.time()):
+            self._forget(place)
 
     def _next(self, place: Destination[T]) -> T | None:
         """The next item to call with, counted as in flight; None if none may be called now."""
@@ -172,9 +177,15 @@ class Flow(Generic[T]):
                 place.in_flight += 1
                 self.in_flight += 1
                 if self._config.rate_per_destination:
-                    place.next_start = max(self._loop.time(), place.next_start) + 1 / self._config.rate_per_destination
+                    self._pace(place)
                 return item
         return None
+
+    def _pace(self, place: Destination[T]) -> None:
+        """The wake-ups of a loop come a little late: that much is made up for, or the pace would be missed."""
+        now = self._loop.time()
+        due = place.next_start if now - place.next_start < _CATCH_UP_SECONDS else now
+        place.next_start = due + 1 / self._config.rate_per_destination
 
     def _may_call(self, place: Destination[T]) -> bool:
         if self.stopped or place.in_flight >= self._config.concurrency_per_destination:
@@ -182,10 +193,9 @@ class Flow(Generic[T]):
         if place.open_until or place.next_start:
             if place.open_until and place.in_flight:
                 return False  # the call under way decides
-            pause = max(place.open_until, place.next_start) - self._loop.time()
-            if pause > 0:
-                if place.waker is None:
-                    place.waker = self._loop.call_later(pause, self._woken, place)
+            at = max(place.open_until, place.next_start)
+            if at > self._loop.time():
+                self._wake_at(place, at)
                 return False
         if self.in_flight >= self._config.concurrency_max:
             if not place.starved:
@@ -193,6 +203,13 @@ class Flow(Generic[T]):
                 self._starved.append(place)
             return False
         return True
+
+    def _wake_at(self, place: Destination[T], at: float) -> None:
+        if place.waker is not None:
+            if place.waker.when() <= at:
+                return
+            place.waker.cancel()
+        place.waker = self._loop.call_at(at, self._woken, place)
 
     def _woken(self, place: Destination[T]) -> None:
         place.waker = None
@@ -202,6 +219,10 @@ class Flow(Generic[T]):
 
     def _judge(self, place: Destination[T], outcome: Outcome) -> bool:
         """Count the outcome for or against the destination; True if its breaker closes by it."""
+        if place.open_until and place.open_until > self._loop.time():
+            # One that was still under way when the breaker opened: it proves nothing, but may ask for more time.
+            place.open_until = max(place.open_until, self._loop.time() + self._asked_seconds(outcome))
+            return False
         if outcome.contact is Contact.ANSWERED and outcome.status < 500 and outcome.status not in (408, 429):
             was_open = place.open_until != 0
             place.failures = 0
@@ -213,23 +234,34 @@ class Flow(Generic[T]):
         if outcome.contact in (Contact.NOT_SENT, Contact.REFUSED):
             return False
         place.failures += 1
-        now = self._loop.time()
-        if place.open_until > now:
-            return False  # one that was still under way when the breaker opened
-        asked_ms = outcome.retry_after_ms if outcome.status in _OVERLOADED else None
-        if place.open_until or asked_ms or place.failures >= self._config.breaker_failures:
-            self._open(place, now, asked_ms or 0)
+        asked_seconds = self._asked_seconds(outcome)
+        if place.open_until or asked_seconds or place.failures >= self._config.breaker_failures:
+            self._open(place, asked_seconds)
         return False
 
-    def _open(self, place: Destination[T], now: float, asked_ms: int) -> None:
+    def _asked_seconds(self, outcome: Outcome) -> float:
+        """How long an overloaded destination asks to be left alone, within bounds."""
+        if outcome.status not in _OVERLOADED or not outcome.retry_after_ms:
+            return 0.0
+        return min(outcome.retry_after_ms / 1_000, self._config.breaker_pause_max.seconds)
+
+    def _open(self, place: Destination[T], asked_seconds: float) -> None:
         config = self._config
-        pause = max(place.pause_seconds * 2, config.breaker_pause.seconds, asked_ms / 1_000)
+        pause = max(place.pause_seconds * 2, config.breaker_pause.seconds, asked_seconds)
         place.pause_seconds = min(pause, config.breaker_pause_max.seconds)
         if not place.open_until:
             log.warning("destination %s fails: held for %g s", place.name, place.pause_seconds)
-        place.open_until = now + place.pause_seconds
+        place.open_until = self._loop.time() + place.pause_seconds
+
+    # --- forgetting -------------------------------------------------------------------------------
+
+    def _forget(self, place: Destination[T]) -> None:
+        if self._destinations.get(place.name) is place:
+            del self._destinations[place.name]
 
     def _forget_idle(self) -> None:
-        idle = [p.name for p in self._destinations.values() if not (p.waiting or p.in_flight)]
-        for name in idle:
-            del self._destinations[name]
+        """Drop what was remembered of destinations that nobody calls now: their breaker and their pace."""
+        for place in [p for p in self._destinations.values() if not (p.waiting or p.in_flight)]:
+            self._forget(place)
+        # If most are busy, looking at all of them again for every newcomer would cost more than they do.
+        self._forget_at = max(_IDLE_DESTINATIONS_MAX, 2 * len(self._destinations))

@@ -1,7 +1,7 @@
 """A lean HTTP/1.1 server on asyncio and httptools: one handler, whole requests in, whole answers out.
 
-Why our own: creates are what Duetime is for, and the echo of a create costs 14 µs of processor time here,
-28 in uvicorn and 49 in Granian (both over ASGI; benchmarks/http_servers.py measures it again, in one run).
+Why our own: creates are what Duetime is for, and the echo of one costs about 14 µs of processor time here,
+30 in uvicorn and 45 in Granian (both over ASGI; benchmarks/http_servers.py measures it again, in one run).
 
 What it holds to:
 - answers leave in the order of their requests, one request of a connection being handled at a time;

@@ -46,7 +46,8 @@ class Membership:
         self.alive: dict[str, Member] = {}  # as last read, this instance included
         self._counter = 0
         self._lease_until_ms = _NEVER
-        self._wall_minus_boot_ms = clock.wall_ms() - clock.boot_ms()  # as of the last heartbeat on which the database's clock agreed
+        # As of the last heartbeat on which the database's clock agreed.
+        self._wall_minus_boot_ms = clock.wall_ms() - clock.boot_ms()
         self._seen: dict[str, tuple[int, int]] = {}  # member -> (counter, boot time of its last change)
         self._dead_since_ms: dict[str, int] = {}
 
@@ -79,7 +80,6 @@ class Membership:
         self.instance_id = f"{self._rng.getrandbits(64):016x}"
         self._counter = 0
         self._lease_until_ms = _NEVER
-        self._wall_minus_boot_ms = self._clock.wall_ms() - self._clock.boot_ms()
         member = Member(self.instance_id, self.address, 0, True, self._clock.wall_ms())
         await self._store.join(member)
         await self.beat()
@@ -119,13 +119,18 @@ class Membership:
             self.skew_ms = min(earliest_skew_ms, latest_skew_ms, key=abs)
         if self.is_skewed:
             log.error("this machine's clock is %d ms off the database's: not firing", self.skew_ms)
-        else:
+            return
+        # An answer that took long leaves room for a jump: what was gained is believed only if even then
+        # the clock cannot be too far ahead.
+        gained_ms = wall_ms - boot_ms - self._wall_minus_boot_ms
+        if gained_ms <= 0 or latest_skew_ms <= self._config.clock_skew_max.ms:
             self._wall_minus_boot_ms = wall_ms - boot_ms
 
     async def observe(self) -> bool:
         """Read the members and bury the dead; True if the set of the living has changed."""
-        boot_ms = self._clock.boot_ms()
         members = {member.instance_id: member for member in await self._store.members()}
+        # After the reading, not before: its counter may have been raised while we waited for the answer.
+        boot_ms = self._clock.boot_ms()
         for member in members.values():
             if member.instance_id == self.instance_id:
                 continue
@@ -139,6 +144,10 @@ class Membership:
                 members[member.instance_id] = Member(
                     member.instance_id, member.address, member.counter, False, member.joined_at_ms
                 )
+        for gone in self._seen.keys() - members.keys():
+            del self._seen[gone]
+        for gone in self._dead_since_ms.keys() - members.keys():
+            del self._dead_since_ms[gone]
         before = set(self.alive)
         self.alive = {name: member for name, member in members.items() if member.alive}
         return before != set(self.alive)
@@ -147,7 +156,11 @@ class Membership:
         """Gone for good, and said so: nobody has to wait for it."""
         self._lease_until_ms = _NEVER
         try:
-            await self._store.mark_dead(self.instance_id, self._counter)
+            if not await self._store.mark_dead(self.instance_id, self._counter):
+                # A heartbeat that failed left the counter in doubt; this one settles it.
+                self._counter += 1
+                await self._store.heartbeat(self.instance_id, self._counter)
+                await self._store.mark_dead(self.instance_id, self._counter)
         except StoreError as error:
             log.warning("could not sign off: %s", error)
 
@@ -170,8 +183,6 @@ class Membership:
     async def _forget(self, member: Member, boot_ms: int) -> None:
         since_ms = self._dead_since_ms.setdefault(member.instance_id, boot_ms)
         if boot_ms - since_ms > _FORGET_AFTER_MS:
-            del self._dead_since_ms[member.instance_id]
-            self._seen.pop(member.instance_id, None)
             await self._store.forget_member(member.instance_id)
 
 

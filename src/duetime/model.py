@@ -418,6 +418,8 @@ def settle(
     jitter: float,
 ) -> Settlement:
     """The settle table of the design: what an attempt's outcome makes of its timer. `jitter` is in [0, 1)."""
+    if outcome.contact is Contact.NOT_SENT:
+        return Settlement(rearmed=armed_at(timer, max(timer.execute_at_ms, now_ms), occurrence_done=False))
     tried = attempted(timer, started_at_ms)
     if outcome.contact is Contact.REFUSED:
         return _ended(tried, namespace, Ending.FAILED, now_ms, outcome.error or "refused")
@@ -440,9 +442,10 @@ def _settle_success(timer: Timer, outcome: Outcome, namespace: Namespace, now_ms
         else:
             ok = True
     if problem is not None:
-        return _retry(timer, namespace, now_ms, jitter, None, problem)
+        return _retry(timer, namespace, now_ms, jitter, outcome.retry_after_ms, problem)
     if next_at_ms is not None:
-        rearmed = armed_at(timer, next_at_ms, occurrence_done=bool(ok))
+        # A time that is past means at once: nothing is ever armed behind the present.
+        rearmed = armed_at(timer, max(next_at_ms, now_ms), occurrence_done=bool(ok))
         if not ok:
             return Settlement(rearmed=_with_error(rearmed, "asked to be called again"))
         return Settlement(_reached(timer, namespace, Ending.DELIVERED, now_ms), rearmed, True)
@@ -475,7 +478,7 @@ def read_answer(body: bytes) -> tuple[bool | None, int | None, str | None]:
         next_at_ms = parse_instant(answer.next_execute_at)
     except ValueError as error:
         return None, None, f"the answer's nextExecuteAt {error}"
-    return (True if ok is None else ok), next_at_ms, None
+    return ok, next_at_ms, None
 
 
 def armed_at(timer: Timer, execute_at_ms: int, *, occurrence_done: bool) -> Timer:
@@ -512,10 +515,10 @@ def cancelled(timer: Timer, namespace: Namespace, now_ms: int) -> Reached:
 
 def backoff_ms(policy: RetryPolicy, retries: int, jitter: float) -> int:
     """The pause before retry number `retries` (from 1): exponential, capped, full jitter."""
-    # The exponent is bounded so that a float never overflows; the cap is reached long before.
-    ceiling = min(
-        policy.max_interval_ms, policy.initial_interval_ms * policy.backoff_multiplier ** min(retries - 1, 64)
-    )
+    try:
+        ceiling = min(policy.max_interval_ms, policy.initial_interval_ms * policy.backoff_multiplier ** (retries - 1))
+    except OverflowError:  # more than a float can say is more than any cap
+        ceiling = policy.max_interval_ms
     return int(ceiling * jitter)
 
 

@@ -271,9 +271,14 @@ class Service:
         """Change a scheduled timer. The verdict tells whether its old self was already on its way."""
         shard, namespace = await self._shard_of(key)
         async with shard.alone(key):
-            timer = (await self._find(shard, key)).timer
+            found = await self._find(shard, key)
+            timer = found.timer
             if timer is None:
-                raise _no_timer(key)
+                if found.reached is None:
+                    raise _no_timer(key)
+                raise Conflict(
+                    f"Timer {key.timer_id!r} is over: {found.reached.ending}", field="timerId", code="already_reached"
+                )
             changed = self._patched(timer, patch, namespace)
             verdict = Verdict.IN_FLIGHT if shard.is_sending(key) else Verdict.UPDATED
             changed = _replace(changed, generation=shard.next_generation())

@@ -49,7 +49,7 @@ class Gauge:
         self.read: Callable[[], float] = lambda: 0
 
     def lines(self) -> list[str]:
-        return [f"{self.name} {self.read():g}"]
+        return [f"{self.name} {self.read()!r}"]
 
 
 class Histogram:
@@ -70,14 +70,15 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, q: float) -> float | None:
-        """The upper bound of the bucket the quantile falls into; None without observations."""
+        """The upper bound of the bucket the quantile falls into (beyond all: the last bound); None without
+        observations."""
         total = self.count
         if not total:
             return None
         below = 0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             below += count
-            if below >= q * total:
+            if below and below >= q * total:
                 return bound
         return self.bounds[-1]
 
@@ -88,7 +89,7 @@ class Histogram:
             lines.append(f'{self.name}_bucket{{le="{bound:g}"}} {below}')
         total = self.count
         lines.append(f'{self.name}_bucket{{le="+Inf"}} {total}')
-        lines.append(f"{self.name}_sum {self.sum:g}")
+        lines.append(f"{self.name}_sum {self.sum!r}")  # in full: rates are taken of it
         lines.append(f"{self.name}_count {total}")
         return lines
 

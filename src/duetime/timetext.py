@@ -74,26 +74,31 @@ def format_instant(milliseconds: int) -> str:
 
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _SHORT = re.compile(r"(?:\d{1,15}(?:\.\d{1,3})?(?:ms|s|m|h|d))+", re.ASCII)
-_SHORT_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", re.ASCII)
+_SHORT_PART = re.compile(r"(\d+)(?:\.(\d+))?(ms|s|m|h|d)", re.ASCII)
 _ISO = re.compile(
-    r"P(?:(\d{1,9})W)?(?:(\d{1,9})D)?(?:T(?:(\d{1,9})H)?(?:(\d{1,9})M)?(?:(\d{1,12}(?:\.\d{1,3})?)S)?)?", re.ASCII
+    r"P(?:(\d{1,9})W)?(?:(\d{1,9})D)?(?:T(?:(\d{1,9})H)?(?:(\d{1,9})M)?(?:(\d{1,12})(?:\.(\d{1,3}))?S)?)?", re.ASCII
 )
 
 
 def parse_duration(text: str) -> int:
-    """ "250ms", "90s", "1h30m", "2d", or ISO 8601 such as "PT1H30M", in milliseconds."""
-    total = 0.0
+    """ "250ms", "90s", "1h30m", "2d", or ISO 8601 such as "PT1H30M", in milliseconds, rounded *up*.
+
+    In whole thousandths of a millisecond: with floats "4.001s" would be a little more than 4001 ms.
+    """
+    thousandths = 0
     if _SHORT.fullmatch(text):
-        for number, unit in _SHORT_PART.findall(text):
-            total += float(number) * _UNITS_MS[unit]
+        for whole, fraction, unit in _SHORT_PART.findall(text):
+            thousandths += int(whole + fraction.ljust(3, "0")) * _UNITS_MS[unit]
     elif (match := _ISO.fullmatch(text)) and not text.endswith(("P", "T")):
-        weeks, days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
-        total = (((weeks * 7 + days) * 24 + hours) * 60 + minutes) * 60_000 + seconds * 1_000
+        weeks, days, hours, minutes, seconds = (int(part or 0) for part in match.groups()[:5])
+        thousandths = ((((weeks * 7 + days) * 24 + hours) * 60 + minutes) * 60 + seconds) * 1_000_000
+        thousandths += int((match[6] or "").ljust(3, "0")) * 1_000
     else:
         raise ValueError('must be a duration such as "90s", "1h30m" or "PT1H30M"')
-    if total > DURATION_MAX_MS:
+    milliseconds = -(-thousandths // 1_000)
+    if milliseconds > DURATION_MAX_MS:
         raise ValueError("must be at most 100 years")
-    return round(total)
+    return milliseconds
 
 
 def format_duration(milliseconds: int) -> str:

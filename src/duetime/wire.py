@@ -124,6 +124,14 @@ class MissedJson(
     ) = None
 
 
+RetryPolicyField = Annotated[
+    RetryPolicyJson, Meta(description="How an attempt that failed is repeated. Left out: as the namespace says.")
+]
+MissedField = Annotated[
+    MissedJson, Meta(description="What to do when it could not be fired in time. Left out: fire it however late.")
+]
+
+
 class ProblemJson(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """What went wrong (RFC 9457). Programs look at `code`, people at `detail`."""
 
@@ -166,12 +174,12 @@ class CreateTimerJson(_Request, kw_only=True):
     delay: Annotated[DurationText, Meta(description="When to call, counted from now.")] | None = None
     callback_url: CallbackUrl | None = None
     payload: Payload | UnsetType = UNSET
-    retry_policy: RetryPolicyJson | None = None
+    retry_policy: RetryPolicyField | None = None
     callback_timeout_seconds: TimeoutSeconds | None = None
     headers: Headers | None = None
     correlation_id: CorrelationId | None = None
     tags: Tags | None = None
-    missed: MissedJson | None = None
+    missed: MissedField | None = None
     if_absent: Annotated[
         bool,
         Meta(
@@ -190,12 +198,12 @@ class UpdateTimerJson(_Request, kw_only=True):
     delay: DurationText | UnsetType = UNSET
     callback_url: CallbackUrl | UnsetType | None = UNSET
     payload: Payload | UnsetType = UNSET
-    retry_policy: RetryPolicyJson | UnsetType | None = UNSET
+    retry_policy: RetryPolicyField | UnsetType | None = UNSET
     callback_timeout_seconds: TimeoutSeconds | UnsetType | None = UNSET
     headers: Headers | UnsetType | None = UNSET
     correlation_id: CorrelationId | UnsetType | None = UNSET
     tags: Tags | UnsetType | None = UNSET
-    missed: MissedJson | UnsetType | None = UNSET
+    missed: MissedField | UnsetType | None = UNSET
 
 
 class CreateTimersJson(_Request):
@@ -265,7 +273,9 @@ class CreateNamespaceJson(_Request, kw_only=True):
     namespace: NamespaceName
     num_shards: NumShards | UnsetType = UNSET
     callback_url: CallbackUrl | UnsetType | None = UNSET
-    retry_policy: RetryPolicyJson | UnsetType | None = UNSET
+    retry_policy: (
+        Annotated[RetryPolicyJson, Meta(description="Of timers that have none of their own.")] | UnsetType | None
+    ) = UNSET
     callback_timeout_seconds: TimeoutSeconds | UnsetType | None = UNSET
     require_ok: (
         Annotated[bool, Meta(description='true: a callback counts only if its answer says `{"ok": true}`.')]

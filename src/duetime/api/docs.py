@@ -170,8 +170,8 @@ article { border-top: 1px solid var(--line); margin-top: 2rem; padding-top: 1.5r
 small, .path { color: var(--soft); }
 code, pre { font: .87em/1.5 ui-monospace, Menlo, Consolas, monospace; }
 code { background: var(--field); padding: .1em .3em; border-radius: 3px; overflow-wrap: anywhere; }
-pre { background: var(--field); padding: .8rem 1rem; border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere;
-  position: relative; }
+pre { background: var(--field); padding: .8rem 5rem .8rem 1rem; border-radius: 6px; white-space: pre-wrap;
+  overflow-wrap: anywhere; position: relative; }
 pre button { position: absolute; top: .4rem; right: .4rem; font: .8rem system-ui; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 td { border-top: 1px solid var(--line); padding: .4rem .8rem .4rem 0; vertical-align: top; }

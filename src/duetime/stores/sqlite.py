@@ -40,7 +40,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ANSWER_BYTES_MAX = 128 * 1024 * 1024  # of one statement's JSON text; a page that would be longer is made shorter
-WRITER_PRAGMAS = ("synchronous=FULL", "temp_store=MEMORY", "cache_size=-65536", "wal_autocheckpoint=8000")
+# A checkpoint every 16,000 pages (64 MiB of log): the default of 1,000 costs a third to a half of the throughput.
+WRITER_PRAGMAS = ("synchronous=FULL", "temp_store=MEMORY", "cache_size=-65536", "wal_autocheckpoint=16000")
 READER_PRAGMAS = ("query_only=ON", "temp_store=MEMORY", "cache_size=-16384")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import apsw
 import msgspec
@@ -242,6 +242,12 @@ class _ShardJson(Struct, array_like=True):
 _decode_shards = msgspec.json.Decoder(list[_ShardJson]).decode
 
 
+def _text(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]) -> str:
+    """The answer of a statement that gives one text: in one step, where `.get` would look for a second row."""
+    [text] = cast(tuple[str], db.execute(sql, bindings).fetchone())
+    return text
+
+
 # --- members -------------------------------------------------------------------------------------
 
 
@@ -286,7 +292,7 @@ def ensure_shards(db: apsw.Connection, count: int) -> None:
 
 
 def shards(db: apsw.Connection) -> list[ShardRow]:
-    return sorted(_shard_rows(db.execute(_SHARDS).get), key=lambda row: row.shard_id)
+    return sorted(_shard_rows(_text(db, _SHARDS, ())), key=lambda row: row.shard_id)
 
 
 def _shard_rows(text: str) -> list[ShardRow]:
@@ -304,7 +310,7 @@ def claim(db: apsw.Connection, claims: Sequence[Claim]) -> list[ShardRow]:
                 ),
             ),
         )
-    text = db.execute(_SOME_SHARDS, (_json([claim.shard_id for claim in claims]),)).get
+    text = _text(db, _SOME_SHARDS, (_json([claim.shard_id for claim in claims]),))
     rows = {row.shard_id: row for row in _shard_rows(text)}
     return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
 
@@ -408,9 +414,7 @@ def insert_rows(db: apsw.Connection, row_type: int, rows: list[tuple[Any, ...]])
 
 
 def load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-    rows, limit = _shorter_if_too_big(
-        lambda count: db.execute(_LOAD, (shard_id, *after, until_ms, count + 1)).get, limit
-    )
+    rows, limit = _shorter_if_too_big(lambda count: _text(db, _LOAD, (shard_id, *after, until_ms, count + 1)), limit)
     timers = [_timer(row) for row in rows]
     if len(timers) <= limit:
         return Page(timers, None)
@@ -530,7 +534,7 @@ class _Scan:
 
     def _fetch(self, sql: str, shard_id: int, after: Position, page: int) -> tuple[list[list[Any]], int]:
         bindings = self._bindings | {"shard_id": shard_id, "a": after[0], "b": after[1], "c": after[2]}
-        rows, page = _shorter_if_too_big(lambda count: self._db.execute(sql, bindings | {"page": count}).get, page)
+        rows, page = _shorter_if_too_big(lambda count: _text(self._db, sql, bindings | {"page": count}), page)
         self._rows_left -= len(rows)
         return rows, page
 

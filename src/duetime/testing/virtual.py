@@ -64,7 +64,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: object, func: object, *args: object) -> Any:
         raise RuntimeError("no threads in virtual time")
 
 
