@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from duetime.errors import SetupError
+from duetime.model import SHARDS_MAX
 from duetime.timetext import format_duration, parse_duration
 
 __all__ = ["Config", "load_config", "shown"]
@@ -65,7 +66,7 @@ class StoreConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class Namespaces(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    default_num_shards: Annotated[int, Meta(ge=1, le=16_384)]
+    default_num_shards: Annotated[int, Meta(ge=1, le=SHARDS_MAX)]
     create_on_first_use: bool
 
 
@@ -166,7 +167,7 @@ def shown(config: Config) -> str:
 
 # Greedy up to the last @: a password may hold any character, and too much hidden is better than too little.
 _PASSWORD_IN_URL = re.compile(r"^([^:/]+://[^/:]*:).*@", re.DOTALL)
-_SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|passwd|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
+_SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|passwd|secret|token|key)=)[^&]*", re.IGNORECASE)
 
 
 def _redacted(key: str, value: Any) -> Any:

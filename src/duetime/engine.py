@@ -23,7 +23,7 @@ from duetime.membership import Membership, rendezvous
 from duetime.model import Namespace, TimerKey
 from duetime.namespaces import Namespaces
 from duetime.shard import Entry, Shard
-from duetime.store import Claim, Found, ShardRow, Store
+from duetime.store import Claim, Fence, Found, ShardRow, Store
 from duetime.telemetry import Telemetry, log
 
 __all__ = ["Engine"]
@@ -189,6 +189,7 @@ class Engine:
             alive = self.membership.alive
             wanted: list[ShardRow] = []
             unwanted: list[Shard] = []
+            orphaned: list[Fence] = []
             for row in self.rows.values():
                 is_mine = rendezvous(row.shard_id, list(alive)) == self.membership.instance_id
                 shard = self.shards.get(row.shard_id)
@@ -199,11 +200,15 @@ class Engine:
                         unwanted.append(shard)
                 elif is_mine and (row.owner_id == self.membership.instance_id or row.owner_id not in alive):
                     wanted.append(row)
+                elif row.owner_id == self.membership.instance_id:
+                    orphaned.append(row.fence)  # a release that did not get through
             for start in range(0, len(wanted), _CLAIMS_PER_CALL):
                 await self._claim(wanted[start : start + _CLAIMS_PER_CALL])
             self.horizon.look()
         if unwanted:
             self._spawn(self._release(unwanted))
+        if orphaned:
+            await self._give_free(orphaned)
 
     async def _claim(self, rows: list[ShardRow]) -> None:
         claims = [self._claim_of(row.shard_id, row.version) for row in rows]
@@ -249,11 +254,14 @@ class Engine:
         fences = [shard.fence for shard in kept]
         for shard in kept:
             self._drop(shard, NotOwner(), OutcomeUnknown())
+        await self._give_free(fences)
+
+    async def _give_free(self, fences: list[Fence]) -> None:
         for start in range(0, len(fences), _CLAIMS_PER_CALL):
             try:
                 await self._store.release(fences[start : start + _CLAIMS_PER_CALL])
             except StoreError as error:
-                log.warning("could not release shards; they are free when this instance is seen to be gone: %s", error)
+                log.warning("could not release shards, trying again at the next look: %s", error)
 
     # --- recovery ---------------------------------------------------------------------------------
 
@@ -307,8 +315,8 @@ class Engine:
                     await self.balance()
                     dead = False
                 await self.membership.beat()
-                if self.membership.is_skewed and self.shards and not alone:
-                    await self._release(list(self.shards.values()))
+                if self.membership.is_skewed and not alone:
+                    self._spawn(self._release([s for s in self.shards.values() if not s.closing]))
                 if not alone and await self.membership.observe():
                     await self.balance()
             except MemberDead:

@@ -195,7 +195,8 @@ class Flow(Generic[T]):
                 return False  # the call under way decides
             at = max(place.open_until, place.next_start)
             if at > self._loop.time():
-                self._wake_at(place, at)
+                if place.waker is None:
+                    place.waker = self._loop.call_at(at, self._woken, place)
                 return False
         if self.in_flight >= self._config.concurrency_max:
             if not place.starved:
@@ -203,13 +204,6 @@ class Flow(Generic[T]):
                 self._starved.append(place)
             return False
         return True
-
-    def _wake_at(self, place: Destination[T], at: float) -> None:
-        if place.waker is not None:
-            if place.waker.when() <= at:
-                return
-            place.waker.cancel()
-        place.waker = self._loop.call_at(at, self._woken, place)
 
     def _woken(self, place: Destination[T]) -> None:
         place.waker = None

@@ -20,7 +20,7 @@ from duetime.telemetry import log
 
 __all__ = ["Horizon"]
 
-_PAGE_TIMERS = 1_000
+_PAGE_TIMERS_MAX = 1_000
 _LOADERS = 4
 _URGENT_MS = 5_000
 _ROOMY = 0.75  # of the cap: beyond it only what is urgent is loaded
@@ -44,6 +44,7 @@ class Horizon:
         self._needy: list[tuple[int, int]] = []  # (horizon, shard)
         self._wake = asyncio.Event()
         self._relieving = False
+        self._page_timers = max(50, min(_PAGE_TIMERS_MAX, config.timers_in_memory_max // 10))
         self.weight = 0  # of everything in memory
 
     # --- the account ------------------------------------------------------------------------------
@@ -101,9 +102,9 @@ class Horizon:
         while self._needy:
             horizon_ms, shard_id = self._needy[0]
             urgent = horizon_ms < self._membership.now_ms() + _URGENT_MS
-            if self.weight + _PAGE_TIMERS > (cap if urgent else cap * _ROOMY):
+            if self.weight > (cap if urgent else cap * _ROOMY):
                 if urgent and self._fire_loop.flow.waiting > cap * _RELIEVED:
-                    self._fire_loop.park(_PAGE_TIMERS)
+                    self._fire_loop.park(self._page_timers)
                 return None  # asked again within a second, when there may be room
             heapq.heappop(self._needy)
             shard = self._shards.get(shard_id)
@@ -116,7 +117,7 @@ class Horizon:
         shard.load_begins()
         page = None
         try:
-            page = await self._store.load(shard.shard_id, shard.horizon, until_ms, _PAGE_TIMERS)
+            page = await self._store.load(shard.shard_id, shard.horizon, until_ms, self._page_timers)
         except StoreError as error:
             log.warning("could not load timers of shard %d: %s", shard.shard_id, error)
         finally:

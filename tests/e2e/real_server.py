@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from duetime.http_client import HttpClient, HttpError
+from duetime.http_client import Answer, HttpClient, HttpError
 from duetime.http_server import HttpServer, Request, Response, serve_http
 from duetime.testing.checker import Callback
 from duetime.timetext import parse_instant
@@ -37,15 +39,43 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def clean_environment() -> dict[str, str]:
+    """This process's environment without settings of Duetime."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("DUETIME_")}
+
+
+def serve_in_vain(*arguments: str, **settings: str) -> tuple[int, str]:
+    """A `duetime serve` that must refuse to start: its exit code, and what it said."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "duetime", "serve", *arguments],
+        env=clean_environment() | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=30,
+        check=False,
+    )
+    return ended.returncode, ended.stdout.decode()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, within_seconds: float = 20) -> None:
+    """Looks again and again; what is not so within the bound is a failure, not a race."""
+    deadline = time.monotonic() + within_seconds
+    while not await condition():
+        assert time.monotonic() < deadline, f"not within {within_seconds} s: {what}"
+        await asyncio.sleep(0.01)
+
+
 class RealServer:
     """`duetime serve` on a SQLite file. May be killed and started again, on the same file and port."""
 
-    def __init__(self, folder: Path, **settings: str) -> None:
+    def __init__(self, folder: Path, *, arguments: tuple[str, ...] = (), token: str | None = None, **settings: str):
         self.folder = folder
+        self.arguments = arguments
+        self.token = token
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "server.log"
-        self._settings = settings
+        self.settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self.http = HttpClient(body_bytes_max=16 * 1024 * 1024)
 
@@ -58,13 +88,11 @@ class RealServer:
         settings = {
             "DUETIME_SERVER_LISTEN": f"127.0.0.1:{self.port}",
             "DUETIME_STORE_URL": f"sqlite:///{self.folder}/timers.db",
-            **self._settings,
+            **self.settings,
         }
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("DUETIME_")}
+        command = [sys.executable, "-m", "duetime", "serve", *self.arguments]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "duetime", "serve"], env=environment | settings, stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen(command, env=clean_environment() | settings, stdout=log, stderr=log)
         deadline = time.monotonic() + 30
         while True:
             with contextlib.suppress(HttpError):
@@ -75,14 +103,21 @@ class RealServer:
             await asyncio.sleep(0.02)
 
     async def call(self, path: str, body: dict[str, Any], timeout_ms: int = 30_000) -> tuple[int, dict[str, Any]]:
-        answer = await self.http.request(
-            "POST",
-            f"{self.url}/api/v1/{path}",
-            {"content-type": "application/json"},
-            json.dumps(body).encode(),
-            timeout_ms=timeout_ms,
-        )
+        answer = await self.post(path, json.dumps(body).encode(), timeout_ms=timeout_ms)
         return answer.status, json.loads(answer.body)
+
+    async def post(
+        self, path: str, body: bytes, headers: dict[str, str] | None = None, timeout_ms: int = 30_000
+    ) -> Answer:
+        sent = {"content-type": "application/json"} | ({} if headers is None else headers)
+        if self.token is not None:
+            sent.setdefault("authorization", f"Bearer {self.token}")
+        return await self.http.request("POST", f"{self.url}/api/v1/{path}", sent, body, timeout_ms=timeout_ms)
+
+    async def read(self, path: str) -> Answer:
+        """GET."""
+        headers = {} if self.token is None else {"authorization": f"Bearer {self.token}"}
+        return await self.http.request("GET", self.url + path, headers, timeout_ms=10_000)
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
@@ -108,12 +143,19 @@ class RealServer:
 
 
 class RealReceiver:
-    """Answers every callback with 200 and keeps it as evidence."""
+    """Keeps every callback as evidence, and answers it: with the next of `answers`, else with 200 and ok.
+
+    While `may_answer` is cleared, it holds its answers back: the callbacks are in flight.
+    """
 
     def __init__(self) -> None:
         self.callbacks: list[Callback] = []
         self.bodies: list[dict[str, Any]] = []
+        self.requests: list[Request] = []
+        self.answers: deque[Response] = deque()
         self.arrived = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self._server: HttpServer | None = None
 
     async def start(self) -> None:
@@ -125,6 +167,7 @@ class RealReceiver:
     async def _receive(self, request: Request) -> Response:
         seen_at_ms = wall_ms()
         body = json.loads(request.body)
+        self.requests.append(request)
         self.bodies.append(body)
         self.callbacks.append(
             Callback(
@@ -136,9 +179,19 @@ class RealReceiver:
                 fence=request.header(b"duetime-fence") or "",
             )
         )
+        answer = self.answers.popleft() if self.answers else Response(200, body=b'{"ok": true}')
         self.arrived.set()
-        return Response(200, body=b'{"ok": true}')
+        await self.may_answer.wait()
+        return answer
+
+    async def received(self, count: int, within_seconds: float = 20) -> None:
+        """Waits until there were so many callbacks."""
+        async with asyncio.timeout(within_seconds):
+            while len(self.bodies) < count:
+                self.arrived.clear()
+                await self.arrived.wait()
 
     async def close(self) -> None:
+        self.may_answer.set()
         if self._server is not None:
             await self._server.close()

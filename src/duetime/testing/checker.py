@@ -57,6 +57,7 @@ class Callback(Struct, frozen=True):
     started_at_ms: int
     seen_at_ms: int
     fence: str = ""
+    owner: str = ""
 
 
 class Violation(Struct, frozen=True):
@@ -70,7 +71,7 @@ class Violation(Struct, frozen=True):
 
 
 def judge(wishes: Iterable[Wish], callbacks: Iterable[Callback], *, clock_error_ms: int = 0) -> list[Violation]:
-    """Everything that should not have been, timer by timer."""
+    """Everything that should not have been, timer by timer. `clock_error_ms`: how far a sender's clock may be off."""
     by_timer: dict[str, list[Wish]] = defaultdict(list)
     for wish in wishes:
         by_timer[wish.timer].append(wish)
@@ -99,7 +100,7 @@ def _wrongs(history: Sequence[Wish], seen: Sequence[Callback], clock_error_ms: i
             yield "B", f"fired {put.due_ms - call.seen_at_ms} ms early"
         later = [wish for wish in history if wish.asked_at_ms >= put.told_at_ms and wish is not put]
         for wish in later:
-            if wish.result is Result.OK and call.started_at_ms > wish.told_at_ms + clock_error_ms:
+            if wish.result is Result.OK and call.started_at_ms > wish.told_at_ms:
                 yield "C", f"{call.value!r} started {call.started_at_ms - wish.told_at_ms} ms after {_named(wish)}"
     yield from _missing(history, {call.value for call in seen})
 

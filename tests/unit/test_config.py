@@ -1,0 +1,269 @@
+"""Configuration: who wins, what is refused and by which name, where secrets come from and that they stay hidden."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from duetime.config import Config, Token, load_config, shown
+from duetime.errors import SetupError
+
+SHA256 = "0123456789abcdef" * 4
+TOKEN = {"name": "shop", "sha256": SHA256, "namespaces": ["orders"], "verbs": ["read"]}
+
+
+def loaded(toml: str = "", tmp_path: Path | None = None, environ: dict[str, str] | None = None, **flags: Any) -> Config:
+    file = None
+    if tmp_path is not None:
+        file = tmp_path / "duetime.toml"
+        file.write_text(toml, "utf-8")
+    return load_config(file, environ=environ or {}, flags={path.replace("__", "."): v for path, v in flags.items()})
+
+
+def refusal(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(SetupError) as caught:
+        loaded(*args, **kwargs)
+    return str(caught.value)
+
+
+class TestPrecedence:
+    def test_the_defaults_alone_are_a_configuration(self) -> None:
+        config = loaded()
+        assert config.server.listen == "127.0.0.1:8463"
+        assert config.engine.lease.ms == 3_000
+        assert config.engine.lease.seconds == 3.0
+
+    def test_a_file_wins_over_the_defaults_and_leaves_the_rest(self, tmp_path: Path) -> None:
+        config = loaded('[store]\nurl = "memory://"\n', tmp_path)
+        assert config.store.url == "memory://"
+        assert config.log.level == "info"
+
+    def test_the_environment_wins_over_the_file(self, tmp_path: Path) -> None:
+        config = loaded('[log]\nlevel = "error"\nformat = "json"', tmp_path, {"DUETIME_LOG_LEVEL": "debug"})
+        assert (config.log.level, config.log.format) == ("debug", "json")
+
+    def test_flags_win_over_the_environment(self, tmp_path: Path) -> None:
+        config = loaded('[log]\nlevel = "error"', tmp_path, {"DUETIME_LOG_LEVEL": "debug"}, log__level="warning")
+        assert config.log.level == "warning"
+
+    def test_the_environment_gives_every_type(self) -> None:
+        config = loaded(
+            environ={
+                "DUETIME_SERVER_CONNECTIONS_MAX": "7",
+                "DUETIME_NAMESPACES_CREATE_ON_FIRST_USE": "true",
+                "DUETIME_ENGINE_LOOK_AHEAD": "2m",
+                "DUETIME_DELIVERY_ALLOW_NETWORKS": '["10.0.0.0/8"]',
+                "DUETIME_AUTH_TOKENS": f'[{{"name":"shop","sha256":"{SHA256}"}}]',
+            }
+        )
+        assert config.server.connections_max == 7
+        assert config.namespaces.create_on_first_use is True
+        assert config.engine.look_ahead.ms == 120_000
+        assert config.delivery.allow_networks == ("10.0.0.0/8",)
+        assert config.auth.tokens == (Token(name="shop", sha256=SHA256),)
+
+    def test_variables_of_the_clients_and_of_others_are_not_settings(self) -> None:
+        others = {"DUETIME_URL": "x", "DUETIME_TOKEN": "x", "DUETIME_CONFIG": "x", "PATH": "x", "duetime_x": "x"}
+        assert loaded(environ=others) == loaded()
+
+
+class TestUnknownKeys:
+    def test_in_a_file_are_named_with_the_file_and_the_section(self, tmp_path: Path) -> None:
+        message = refusal("[store]\nurll = 1", tmp_path)
+        assert str(tmp_path / "duetime.toml") in message
+        assert "unknown key store.urll; known are url" in message
+
+    def test_sections_are_named(self, tmp_path: Path) -> None:
+        assert "unknown section [stoer]" in refusal("[stoer]\nurl = 1", tmp_path)
+        assert "unknown section [url]" in refusal('url = "memory://"', tmp_path)
+
+    def test_a_section_that_is_a_value_is_told_so(self, tmp_path: Path) -> None:
+        assert "store must be a section, written [store]" in refusal('store = "memory://"', tmp_path)
+
+    def test_in_the_environment_are_named(self) -> None:
+        assert "unknown variable DUETIME_STORE_URLL" in refusal(environ={"DUETIME_STORE_URLL": "x"})
+
+    def test_in_flags_are_named(self) -> None:
+        assert "unknown key store.urll" in refusal(store__urll="x")
+        assert "unknown section [stoer]" in refusal(stoer__url="x")
+        assert "unknown key store." in refusal(store="memory://")
+
+    def test_in_a_token_are_named(self, tmp_path: Path) -> None:
+        message = refusal(f'[[auth.tokens]]\nname = "a"\nsha256 = "{SHA256}"\nverb = ["read"]', tmp_path)
+        assert "auth.tokens[0]" in message
+        assert "`verb`" in message
+
+
+class TestWrongValues:
+    @pytest.mark.parametrize(
+        ("path", "value", "says"),
+        [
+            ("server.listen", 8463, "Expected `str`, got `int`"),
+            ("server.connections_max", "many", "Expected `int`, got `str`"),
+            ("server.connections_max", True, "Expected `int`, got `bool`"),
+            ("server.connections_max", 1.5, "Expected `int`, got `float`"),
+            ("namespaces.create_on_first_use", 1, "Expected `bool`, got `int`"),
+            ("engine.look_ahead", 60, "must be a duration in quotes"),
+            ("engine.look_ahead", "60", "must be a duration such as"),
+            ("engine.look_ahead", "101000d", "at most 100 years"),
+            ("delivery.allow_networks", "10.0.0.0/8", "Expected `array`, got `str`"),
+        ],
+    )
+    def test_a_wrong_type_is_named_by_its_path(self, path: str, value: Any, says: str) -> None:
+        message = refusal(**{path: value})
+        assert path in message
+        assert says in message
+
+    @pytest.mark.parametrize(
+        ("path", "value"),
+        [
+            ("server.request_bytes_max", 0),
+            ("server.connections_max", -1),
+            ("server.idle_timeout", "0s"),
+            ("namespaces.default_num_shards", 0),
+            ("namespaces.default_num_shards", 16_385),
+            ("engine.heartbeat_interval", "0s"),
+            ("engine.lease", "1s"),  # two heartbeats exactly
+            ("engine.dead_after", "3s"),  # the lease exactly
+            ("engine.look_ahead", "0s"),
+            ("engine.timers_in_memory_max", 999),
+            ("engine.writes_waiting_max", 0),
+            ("engine.write_timeout", "0s"),
+            ("delivery.concurrency_per_destination", 0),
+            ("delivery.concurrency_max", 0),
+            ("delivery.rate_per_destination", -1),
+            ("delivery.connect_timeout", "0s"),
+            ("delivery.breaker_failures", 0),
+            ("delivery.breaker_pause", "0s"),
+            ("delivery.breaker_pause_max", "999ms"),
+            ("limits.payload_bytes_max", 0),
+            ("limits.json_depth_max", 0),
+            ("limits.batch_timers_max", 0),
+            ("limits.page_timers_max", 0),
+            ("log.level", "loud"),
+            ("log.format", "xml"),
+        ],
+    )
+    def test_a_value_that_cannot_work_is_named_by_its_path(self, path: str, value: Any) -> None:
+        assert path in refusal(**{path: value})
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"sha256": "***"}, "shop: sha256 must be 64 hex digits"),
+            ({"sha256": "x" * 64}, "shop: sha256 must be 64 hex digits"),
+            ({"sha256": SHA256 + "\n"}, "shop: sha256 must be 64 hex digits"),
+            ({"verbs": ["read", "fly"]}, "shop: unknown verbs fly"),
+        ],
+    )
+    def test_a_token_that_cannot_work_is_named(self, change: dict[str, Any], says: str) -> None:
+        assert says in refusal(auth__tokens=[TOKEN | change])
+
+    def test_a_variable_of_the_wrong_type_is_named(self) -> None:
+        message = refusal(environ={"DUETIME_SERVER_CONNECTIONS_MAX": "many"})
+        assert "DUETIME_SERVER_CONNECTIONS_MAX must be int, got 'many'" in message
+        assert "CREATE_ON_FIRST_USE must be bool" in refusal(
+            environ={"DUETIME_NAMESPACES_CREATE_ON_FIRST_USE": "\udcff"}
+        )
+
+    def test_a_file_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:
+        for file in (tmp_path / "absent.toml", tmp_path):
+            with pytest.raises(SetupError, match=str(file)):
+                load_config(file, environ={})
+
+    def test_a_file_that_is_not_toml_is_named_with_the_place(self, tmp_path: Path) -> None:
+        message = refusal("[store\n", tmp_path)
+        assert "duetime.toml" in message
+        assert "line 1" in message
+
+
+class TestSecretsFromElsewhere:
+    def test_a_file(self, tmp_path: Path) -> None:
+        secret = tmp_path / "url"
+        secret.write_text("postgresql://u:p@h/db\n")
+        assert loaded(store__url=f"file:{secret}").store.url == "postgresql://u:p@h/db"
+
+    def test_a_variable(self) -> None:
+        config = loaded(environ={"STORE": "postgresql://u:p@h/db", "DUETIME_STORE_URL": "env:STORE"})
+        assert config.store.url == "postgresql://u:p@h/db"
+
+    def test_inside_of_lists_and_tables(self) -> None:
+        config = loaded(environ={"HASH": SHA256}, auth__tokens=[TOKEN | {"sha256": "env:HASH"}])
+        assert config.auth.tokens[0].sha256 == SHA256
+
+    def test_what_is_not_there_is_named(self, tmp_path: Path) -> None:
+        assert f"file:{tmp_path}/none" in refusal(store__url=f"file:{tmp_path}/none")
+        assert "env:NOT_SET" in refusal(store__url="env:NOT_SET")
+
+    def test_a_file_that_is_not_text_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "binary").write_bytes(b"\xff\xfe")
+        assert f"file:{tmp_path}/binary" in refusal(store__url=f"file:{tmp_path}/binary")
+
+
+class TestShown:
+    @pytest.mark.parametrize(
+        ("url", "redacted"),
+        [
+            ("postgresql://u:hunter2@db:5432/x", "postgresql://u:***@db:5432/x"),
+            ("postgresql://u:hun/ter@2@db/x", "postgresql://u:***@db/x"),
+            ("postgresql://:hunter2@db/x", "postgresql://:***@db/x"),
+            ("mysql://db/x?user=u&password=hunter2&tls=on", "mysql://db/x?user=u&password=***&tls=on"),
+            ("dynamodb://eu/t?aws_secret_access_key=hunter2", "dynamodb://eu/t?aws_secret_access_key=***"),
+        ],
+    )
+    def test_passwords_in_store_urls_are_hidden(self, url: str, redacted: str) -> None:
+        text = shown(loaded(store__url=url))
+        assert "hunter2" not in text
+        assert tomllib.loads(text)["store"]["url"] == redacted
+
+    @pytest.mark.parametrize(
+        "url",
+        ["sqlite:////data/a@b:c.db", "postgresql://u@db:5432/x", "memory://", "cassandra://a,b/k?keyspace=z"],
+    )
+    def test_a_url_without_a_password_is_shown_as_it_is(self, url: str) -> None:
+        assert tomllib.loads(shown(loaded(store__url=url)))["store"]["url"] == url
+
+    def test_token_hashes_are_hidden_and_the_rest_of_the_token_is_not(self) -> None:
+        text = shown(loaded(auth__tokens=[TOKEN]))
+        assert SHA256 not in text
+        assert tomllib.loads(text)["auth"]["tokens"] == [TOKEN | {"sha256": "***"}]
+
+    def test_what_is_shown_with_a_hidden_hash_does_not_start_a_server_nobody_can_enter(self, tmp_path: Path) -> None:
+        assert "sha256 must be 64 hex digits" in refusal(shown(loaded(auth__tokens=[TOKEN])), tmp_path)
+
+    def test_what_is_shown_loads_to_the_same_configuration(self, tmp_path: Path) -> None:
+        changed = loaded(
+            store__url="sqlite:////data/a b.db",
+            engine__look_ahead="1500ms",
+            server__drain_timeout="0s",
+            delivery__allow_networks=["10.0.0.0/8", "fd00::/8"],
+            delivery__allow_http=False,
+            delivery__user_agent='odd "\\\t\x7f ü',
+            log__format="json",
+        )
+        assert changed != loaded()
+        assert loaded(shown(changed), tmp_path) == changed
+        assert loaded(shown(loaded()), tmp_path) == loaded()
+
+
+class TestReference:
+    def test_the_default_file_has_every_key_and_no_other(self) -> None:
+        text = files("duetime").joinpath("config.default.toml").read_text("utf-8")
+        in_file = {section: set(keys) for section, keys in tomllib.loads(text).items()}
+        config = loaded()
+        in_code = {name: set(getattr(config, name).__struct_fields__) for name in config.__struct_fields__}
+        assert in_file == in_code
+
+    def test_every_key_of_a_token_is_explained(self) -> None:
+        text = files("duetime").joinpath("config.default.toml").read_text("utf-8")
+        for key in Token.__struct_fields__:
+            assert f"# {key} = " in text
+
+    def test_no_two_settings_share_a_variable(self) -> None:
+        config = loaded()
+        names = [f"{s}_{k}" for s in config.__struct_fields__ for k in getattr(config, s).__struct_fields__]
+        assert len(names) == len(set(names))

@@ -1,0 +1,533 @@
+"""Membership on the memory store in virtual time: leases, deaths, clocks, and who should own what."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from duetime.config import load_config
+from duetime.errors import MemberDead, StoreUnavailable
+from duetime.membership import Membership, rendezvous
+from duetime.store import Member
+from duetime.stores.memory import MemoryStore
+from duetime.telemetry import Telemetry
+from duetime.testing.faulty import Fault, FaultyStore
+from duetime.testing.virtual import VirtualClock, VirtualLoop, run_virtual
+
+LEASE_MS = 3_000
+
+
+class ExclusiveStore(MemoryStore):
+    capabilities = replace(MemoryStore.capabilities, exclusive=True)
+
+
+class Town:
+    """One database with a clock of its own, and members that reach it over lines that can be cut or slow."""
+
+    def __init__(self, clock: VirtualClock, store: MemoryStore | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self.loop = loop
+        self.clock = clock  # the database's
+        self.store = store or MemoryStore(clock)
+        self._seed = 0
+
+    def member(self, offset_ms: int = 0) -> Neighbour:
+        self._seed += 1
+        return Neighbour(self, VirtualClock(self.loop, offset_ms), self._seed)
+
+
+class Neighbour(Membership):
+    """A Membership with its own line to the database and its own clock."""
+
+    def __init__(self, town: Town, clock: VirtualClock, seed: int) -> None:
+        self.line = SlowLine(town.store)
+        self.clock = clock
+        self.telemetry = Telemetry()
+        config = load_config(environ={}).engine
+        super().__init__(
+            self.line.as_store, clock, config, self.telemetry, random.Random(seed), address=f"host-{seed}:8463"
+        )
+
+
+class SlowLine(FaultyStore):
+    """`lag` seconds on the way to the database and `lag_back` on the way from it, for every call."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.lag = self.lag_back = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        inner = super().__getattr__(name)
+        if not asyncio.iscoroutinefunction(inner):
+            return inner
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(self.lag)
+            answer = await inner(*args, **kwargs)
+            await asyncio.sleep(self.lag_back)
+            return answer
+
+        return call
+
+
+def in_town(story: Callable[[Town], Awaitable[None]]) -> None:
+    async def told(clock: VirtualClock) -> None:
+        await story(Town(clock))
+
+    run_virtual(told)
+
+
+async def row_of(town: Town, member: Membership) -> Member:
+    return next(row for row in await town.store.members() if row.instance_id == member.instance_id)
+
+
+async def passing(seconds: float, *living: Membership, observer: Membership | None = None) -> None:
+    """Time goes by: half-second heartbeats of the living, and an observer that looks as often."""
+    for _ in range(round(seconds / 0.5)):
+        await asyncio.sleep(0.5)
+        for member in living:
+            await member.beat()
+        if observer is not None:
+            await observer.observe()
+
+
+class TestLease:
+    def test_before_joining_nothing_may_be_fired(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            assert not a.may_fire()
+            assert a.lease_ms == 0
+
+        in_town(story)
+
+    def test_joining_opens_it(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            assert a.may_fire()
+            assert a.lease_ms == LEASE_MS
+            assert list(a.alive) == [a.instance_id]
+
+        in_town(story)
+
+    def test_it_counts_from_the_start_of_the_heartbeats_request(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.line.lag = a.line.lag_back = 1.0
+            await a.beat()
+            assert a.lease_ms == LEASE_MS - 2_000
+
+        in_town(story)
+
+    def test_an_answer_that_took_longer_than_the_lease_gives_none(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.line.lag_back = 4.0
+            await a.beat()
+            assert not a.may_fire()
+
+        in_town(story)
+
+    def test_it_lapses_without_answers_to_the_millisecond(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            await asyncio.sleep(2.999)
+            assert a.may_fire()
+            await asyncio.sleep(0.001)
+            assert not a.may_fire()
+            assert a.lease_ms == 0
+
+        in_town(story)
+
+    @pytest.mark.parametrize(
+        "fault", [Fault.UNAVAILABLE, Fault.THROTTLED, Fault.LOST_THEN_UNKNOWN, Fault.APPLIED_THEN_UNKNOWN]
+    )
+    def test_a_heartbeat_that_failed_does_not_extend_it_and_the_next_one_does(self, fault: Fault) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.line.fail("heartbeat", fault)
+            await asyncio.sleep(2)
+            await a.beat()
+            assert a.lease_ms == 1_000
+            await a.beat()
+            assert a.lease_ms == LEASE_MS
+            assert a.telemetry.heartbeats.by_label == {"ok": 2, "failed": 1}
+
+        in_town(story)
+
+    def test_leaving_closes_it_and_tells_the_others_at_once(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await a.leave()
+            assert not a.may_fire()
+            assert await b.observe()
+            assert list(b.alive) == [b.instance_id]
+
+        in_town(story)
+
+    @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.APPLIED_THEN_UNKNOWN])
+    def test_leaving_is_told_even_after_a_heartbeat_that_failed(self, fault: Fault) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.line.fail("heartbeat", fault)
+            await a.beat()
+            await a.leave()
+            assert not (await row_of(town, a)).alive
+
+        in_town(story)
+
+    def test_leaving_without_a_database_is_no_error(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.line.fail("mark_dead", Fault.UNAVAILABLE)
+            await a.leave()
+            assert not a.may_fire()
+
+        in_town(story)
+
+
+class TestDeath:
+    def test_a_member_whose_counter_stands_still_is_declared_dead(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await passing(3.5, b, observer=b)
+            assert a.instance_id in b.alive  # not longer than dead_after yet
+            await passing(0.5, b, observer=b)
+            assert list(b.alive) == [b.instance_id]
+            assert not (await row_of(town, a)).alive
+
+        in_town(story)
+
+    def test_a_member_that_beats_lives_however_often_one_looks(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await passing(600, a, b, observer=b)
+            assert set(b.alive) == {a.instance_id, b.instance_id}
+
+        in_town(story)
+
+    def test_when_it_is_declared_dead_its_lease_is_over(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await passing(5, a, b, observer=b)
+            while a.instance_id in b.alive:
+                await asyncio.sleep(0.01)
+                await b.beat()
+                await b.observe()
+            assert not a.may_fire()
+
+        in_town(story)
+
+    def test_a_slow_reading_of_the_members_does_not_make_a_living_one_look_dead(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await b.join()
+            await a.join()
+            # The reading takes three seconds to get there: what it sees is new, although the asking is old.
+            b.line.lag = 3.0
+            reading = asyncio.create_task(b.observe())
+            await passing(3.0, a)
+            await reading
+            b.line.lag = 0.0
+            await asyncio.sleep(0.6)
+            assert a.may_fire()
+            await b.observe()
+            assert (await row_of(town, a)).alive
+
+        in_town(story)
+
+    def test_it_goes_by_the_observers_own_clock_and_never_by_wall_time(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            b.clock.offset_ms = 86_400_000
+            await b.observe()
+            assert a.instance_id in b.alive
+
+        in_town(story)
+
+    def test_the_mark_is_conditional_on_the_counter(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await asyncio.sleep(4)
+            held = b.line.hold("mark_dead")
+            observing = asyncio.create_task(b.observe())
+            await asyncio.sleep(0.1)
+            await a.beat()  # it comes in just before the mark
+            held.set()
+            await observing
+            assert a.instance_id in b.alive
+            assert (await row_of(town, a)).alive
+            assert a.may_fire()
+
+        in_town(story)
+
+    def test_a_mark_of_unknown_outcome_is_looked_at_again(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await asyncio.sleep(4)
+            b.line.fail("mark_dead", Fault.APPLIED_THEN_UNKNOWN)
+            await b.observe()
+            await b.observe()
+            assert list(b.alive) == [b.instance_id]
+
+        in_town(story)
+
+    def test_dead_never_comes_back(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await passing(4, b, observer=b)
+            with pytest.raises(MemberDead):
+                await a.beat()
+            with pytest.raises(MemberDead):
+                await a.beat()
+            assert not a.may_fire()
+            assert not (await row_of(town, a)).alive
+            assert a.telemetry.heartbeats.by_label["dead"] == 2
+
+        in_town(story)
+
+    def test_joining_again_is_under_a_fresh_id(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            old = a.instance_id
+            await passing(4, b, observer=b)
+            await a.join()
+            assert a.instance_id != old
+            assert a.may_fire()
+            assert old not in a.alive
+            assert await b.observe()
+            assert set(b.alive) == {a.instance_id, b.instance_id}
+
+        in_town(story)
+
+    def test_observe_says_whether_the_living_have_changed(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            assert not await a.observe()
+            await b.join()
+            assert await a.observe()
+            assert not await a.observe()
+            await b.leave()
+            assert await a.observe()
+
+        in_town(story)
+
+    def test_the_rows_of_the_dead_go_after_a_while_and_nothing_of_them_stays_in_memory(self) -> None:
+        async def story(town: Town) -> None:
+            a, b, c = town.member(), town.member(), town.member()
+            for member in (a, b, c):
+                await member.join()
+            await a.leave()
+            await passing(300, b, c, observer=b)
+            assert len(await town.store.members()) == 3
+            await passing(400, b, c, observer=b)
+            await c.observe()
+            assert {row.instance_id for row in await town.store.members()} == {b.instance_id, c.instance_id}
+            for member in (b, c):
+                await member.observe()
+                assert a.instance_id not in member._seen
+                assert a.instance_id not in member._dead_since_ms
+
+        in_town(story)
+
+    def test_a_database_that_cannot_be_read_changes_nobodys_mind(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            b.line.fail("members", Fault.UNAVAILABLE)
+            with pytest.raises(StoreUnavailable):
+                await b.observe()
+            assert set(b.alive) == {a.instance_id, b.instance_id}
+
+        in_town(story)
+
+    def test_an_exclusive_store_buries_its_predecessors_at_once(self) -> None:
+        async def told(clock: VirtualClock) -> None:
+            town = Town(clock, ExclusiveStore(clock))
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            assert [row.instance_id for row in await town.store.members()] == [b.instance_id]
+            assert list(b.alive) == [b.instance_id]
+            with pytest.raises(MemberDead):
+                await a.beat()
+
+        run_virtual(told)
+
+
+class TestClock:
+    def test_a_jump_forward_is_not_believed_before_the_database_agrees(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            before_ms = a.now_ms()
+            a.clock.offset_ms = 60_000
+            assert a.now_ms() == before_ms
+            await asyncio.sleep(1)
+            assert a.now_ms() == before_ms + 1_000
+            await a.beat()  # the database does not agree
+            assert a.now_ms() == before_ms + 1_000
+            assert not a.may_fire()
+            town.clock.offset_ms = 60_000
+            await a.beat()  # now it does
+            assert a.now_ms() == before_ms + 61_000
+            assert a.may_fire()
+
+        in_town(story)
+
+    def test_an_answer_too_slow_to_tell_confirms_no_jump(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.clock.offset_ms = 1_500
+            a.line.lag, a.line.lag_back = 0.0, 2.0
+            await a.beat()  # the database may have read its clock just now, or two seconds ago
+            assert a.now_ms() <= town.clock.wall_ms()
+
+        in_town(story)
+
+    def test_joining_again_confirms_no_jump_either(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            await town.store.mark_dead(a.instance_id, 1)
+            a.clock.offset_ms = 1_500
+            a.line.lag_back = 2.0
+            await a.join()
+            assert a.now_ms() <= town.clock.wall_ms()
+
+        in_town(story)
+
+    def test_a_clock_that_is_right_stays_right_over_a_slow_line(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.line.lag = a.line.lag_back = 1.2
+            for _ in range(20):
+                await a.beat()
+                assert a.skew_ms == 0
+                assert a.now_ms() == town.clock.wall_ms()
+
+        in_town(story)
+
+    def test_a_jump_backward_is_followed_at_once(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            before_ms = a.now_ms()
+            a.clock.offset_ms = -60_000
+            assert a.now_ms() == before_ms - 60_000
+
+        in_town(story)
+
+    @pytest.mark.parametrize("skew_ms", [501, -501, 86_400_000, -86_400_000])
+    def test_a_clock_off_by_more_than_the_limit_gets_no_lease(self, skew_ms: int) -> None:
+        async def story(town: Town) -> None:
+            a = town.member(skew_ms)
+            await a.join()
+            assert a.skew_ms == skew_ms
+            assert a.is_skewed
+            assert not a.may_fire()
+            a.clock.offset_ms = 0
+            await a.beat()
+            assert a.may_fire()
+
+        in_town(story)
+
+    @pytest.mark.parametrize("skew_ms", [0, 1, -1, 500, -500])
+    def test_a_clock_off_by_less_may_fire(self, skew_ms: int) -> None:
+        async def story(town: Town) -> None:
+            a = town.member(skew_ms)
+            await a.join()
+            assert a.skew_ms == skew_ms
+            assert a.may_fire()
+            assert a.now_ms() == town.clock.wall_ms() + skew_ms
+
+        in_town(story)
+
+    def test_a_clock_that_goes_off_closes_a_lease_that_was_open(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.clock.offset_ms = -10_000
+            await a.beat()
+            assert not a.may_fire()
+
+        in_town(story)
+
+    @pytest.mark.parametrize(("lag", "lag_back"), [(0.0, 1.0), (1.0, 0.0), (0.5, 0.5)])
+    def test_the_time_an_answer_takes_is_not_mistaken_for_skew(self, lag: float, lag_back: float) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            a.line.lag, a.line.lag_back = lag, lag_back
+            await a.join()
+            assert a.skew_ms == 0
+            a.clock.offset_ms = 5_000
+            await a.beat()
+            assert 4_000 <= a.skew_ms <= 5_000  # the least it can be
+
+        in_town(story)
+
+
+class TestRendezvous:
+    MEMBERS = tuple(f"{number:016x}" for number in range(1, 6))
+    SHARDS = range(2_000)
+
+    def test_everybody_computes_the_same_whatever_the_order(self) -> None:
+        for shard in range(100):
+            assert rendezvous(shard, list(self.MEMBERS)) == rendezvous(shard, list(reversed(self.MEMBERS)))
+
+    def test_the_load_is_even(self) -> None:
+        counts = Counter(rendezvous(shard, list(self.MEMBERS)) for shard in self.SHARDS)
+        assert set(counts) == set(self.MEMBERS)
+        assert max(counts.values()) < 1.25 * len(self.SHARDS) / len(self.MEMBERS)
+
+    def test_a_newcomer_takes_its_share_and_nothing_else_moves(self) -> None:
+        newcomer = "00000000000000ff"
+        moved = 0
+        for shard in self.SHARDS:
+            before = rendezvous(shard, list(self.MEMBERS))
+            after = rendezvous(shard, [*self.MEMBERS, newcomer])
+            if before != after:
+                assert after == newcomer
+                moved += 1
+        assert 0.75 / 6 < moved / len(self.SHARDS) < 1.25 / 6
+
+    def test_who_leaves_is_all_that_moves(self) -> None:
+        gone, *rest = self.MEMBERS
+        for shard in self.SHARDS:
+            before = rendezvous(shard, list(self.MEMBERS))
+            assert before == gone or rendezvous(shard, rest) == before
