@@ -30,16 +30,14 @@ check: $(DEV_READY) ## lint, format, strict types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 format: $(DEV_READY) ## format the code, fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV_READY) ## measure; prints JSON (takes minutes)
-	$(BIN)/python benchmarks/store_commit.py
-	$(BIN)/python benchmarks/callback_client.py
-	$(BIN)/python benchmarks/http_servers.py
+bench: $(DEV_READY) ## the figures of the README, with their ceilings; prints JSON (takes minutes)
+	$(BIN)/python -m benchmarks.core
 
 lock: $(BIN)/python ## write the lock files anew, with the newest versions pyproject.toml allows
 	@$(BIN)/python -c "import uv" 2>/dev/null || $(PIP) install uv

@@ -91,6 +91,10 @@ class App:
         self._server = self._engine = self._deliverer = self._store = None
 
 
+# Exit codes as the command line documents them.
+_FAILED, _WRONG_SETUP = 1, 2
+
+
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once. Answers the exit code."""
     set_up_logging(config.log.level, config.log.format)
@@ -101,7 +105,7 @@ def run(config: Config) -> int:
             return runner.run(_serve(config))
     except DuetimeError as error:
         log.error("%s", error)
-        return 1
+        return _WRONG_SETUP if isinstance(error, SetupError) else _FAILED
 
 
 async def _serve(config: Config) -> int:

@@ -34,6 +34,8 @@ _PURGE_ROUND_SECONDS = 60
 _BALANCE_EVERY_MS = 1_000
 _NAMESPACES_EVERY_MS = 5_000
 _RECOVERY_PAUSE_SECONDS = 0.05
+# Deliveries made but not yet on disk would be made again after a crash: beyond this many, no more are started.
+_UNSETTLED_MAX = 4_000
 _RECOVERY_PAUSE_MAX_SECONDS = 2.0
 
 
@@ -56,9 +58,18 @@ class Engine:
         self.namespaces = Namespaces(store, clock)
         self.membership = Membership(store, clock, config.engine, telemetry, rng, address)
         self.lookup = Lookup(store)
-        self.fire_loop = FireLoop(config.delivery, self.membership, deliverer, telemetry, rng, self._namespace_of)
+        self.fire_loop = FireLoop(
+            config.delivery,
+            self.membership,
+            deliverer,
+            telemetry,
+            rng,
+            self._namespace_of,
+            congested=lambda: self.unsettled >= _UNSETTLED_MAX,
+        )
         self.horizon = Horizon(store, config.engine, self.membership, self.fire_loop, self.shards)
         self.writes_waiting = 0
+        self.unsettled = 0
         self.writes_waiting_max = config.engine.writes_waiting_max
         self.started = False
         self.stopping = False
@@ -67,7 +78,14 @@ class Engine:
         self._clock = clock
         self._rng = rng
         self._lanes = [
-            Lane(store, clock, telemetry, lost=self._lost, unknown=self._unknown)
+            Lane(
+                store,
+                clock,
+                telemetry,
+                lost=self._lost,
+                unknown=self._unknown,
+                committed=self.fire_loop.flow.resume,
+            )
             for _ in range(store.capabilities.lanes)
         ]
         self._tasks: set[asyncio.Task[None]] = set()

@@ -63,6 +63,7 @@ class FireLoop:
         telemetry: Telemetry,
         rng: random.Random,
         namespace_of: Callable[[str], Namespace],
+        congested: Callable[[], bool],
     ) -> None:
         self.membership = membership
         self.telemetry = telemetry
@@ -72,6 +73,7 @@ class FireLoop:
             deliver=self._deliver,
             wanted=lambda firing: firing.entry.phase is _QUEUED,
             done=self._done,
+            congested=congested,
         )
         self._deliverer = deliverer
         self._rng = rng

@@ -5,7 +5,9 @@ dead one holds up nobody else; within a destination namespaces take turns; and w
 cap, destinations take turns. A destination that keeps failing is left alone for a while (its breaker is
 open) and then tried with a single call. What waits behind an open breaker is held: no attempt is spent.
 
-Flow knows nothing of timers or shards: it is given items and three functions about them.
+When outcomes come in faster than they can be recorded (`congested`), nothing more is started: what is not
+recorded is repeated after a crash. Flow knows nothing of timers or shards: it is given items and functions
+about them.
 """
 
 from __future__ import annotations
@@ -85,11 +87,13 @@ class Flow(Generic[T]):
         deliver: Callable[[T], Coroutine[Any, Any, Outcome]],
         wanted: Callable[[T], bool],
         done: Callable[[T, Outcome], None],
+        congested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
         self._deliver = deliver
         self._wanted = wanted
         self._done = done
+        self._congested = congested
         self._destinations: dict[str, Destination[T]] = {}
         self._starved: deque[Destination[T]] = deque()
         self._workers: set[asyncio.Task[None]] = set()
@@ -160,10 +164,8 @@ class Flow(Generic[T]):
                 log.exception("an outcome from destination %s could not be settled", place.name)
             if self._judge(place, outcome):
                 self._pump(place)
-            while self._starved and self.in_flight < self._config.concurrency_max:
-                other = self._starved.popleft()
-                other.starved = False
-                self._pump(other)
+            if self._starved:
+                self.resume()
             item = self._next(place)
         if not (place.waiting or place.in_flight or place.failures or place.next_start > self._loop.time()):
             self._forget(place)
@@ -198,12 +200,24 @@ class Flow(Generic[T]):
                 if place.waker is None:
                     place.waker = self._loop.call_at(at, self._woken, place)
                 return False
-        if self.in_flight >= self._config.concurrency_max:
+        if self._is_full():
             if not place.starved:
                 place.starved = True
                 self._starved.append(place)
             return False
         return True
+
+    def _is_full(self) -> bool:
+        return self.in_flight >= self._config.concurrency_max or self._congested()
+
+    def resume(self) -> None:
+        """There may be room again: those that wait for their turn at the total cap get it."""
+        for _ in range(len(self._starved)):
+            if self._is_full():
+                return
+            other = self._starved.popleft()
+            other.starved = False
+            self._pump(other)
 
     def _woken(self, place: Destination[T]) -> None:
         place.waker = None

@@ -36,12 +36,14 @@ class Lane:
         *,
         lost: Callable[[Shard], None],
         unknown: Callable[[Shard], None],
+        committed: Callable[[], None],
     ) -> None:
         self._store = store
         self._clock = clock
         self._telemetry = telemetry
         self._lost = lost
         self._unknown = unknown
+        self._committed = committed
         self._dirty: deque[Shard] = deque()
         self._queued: set[Shard] = set()
         self._wake = asyncio.Event()
@@ -124,6 +126,7 @@ class Lane:
                 shard.committed(batch, result)
             else:
                 self._lost(shard)
+        self._committed()
         return 0.0
 
     def _all_unknown(self, taken: list[tuple[Shard, Batch]]) -> None:

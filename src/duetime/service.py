@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET
@@ -258,8 +259,8 @@ class Service:
         for timer in listing.timers:
             shard = self._engine.shards.get(shard_of(timer.timer_id, namespace.num_shards))
             views.append(self._view(shard, timer.key, Found(timer)))
-        if filter.state is State.IN_FLIGHT:
-            views = [view for view in views if view.state is State.IN_FLIGHT]
+        if filter.state is not None:
+            views = [view for view in views if view.state is filter.state]
         cursor = None if listing.next is None else _cursor(wants_reached, listing.next)
         if cursor is None and filter.state is None and not wants_reached:
             cursor = _cursor(True, BEFORE_ALL)
@@ -274,11 +275,7 @@ class Service:
             found = await self._find(shard, key)
             timer = found.timer
             if timer is None:
-                if found.reached is None:
-                    raise _no_timer(key)
-                raise Conflict(
-                    f"Timer {key.timer_id!r} is over: {found.reached.ending}", field="timerId", code="already_reached"
-                )
+                raise _no_timer(key) if found.reached is None else _is_over(key, found.reached)
             changed = self._patched(timer, patch, namespace)
             verdict = Verdict.IN_FLIGHT if shard.is_sending(key) else Verdict.UPDATED
             changed = _replace(changed, generation=shard.next_generation())
@@ -359,7 +356,7 @@ class Service:
         async with shard.alone(key):
             found = await self._find(shard, key)
             if found.timer is None:
-                raise _no_timer(key)
+                raise _no_timer(key) if found.reached is None else _is_over(key, found.reached)
             if shard.is_sending(key):
                 return self._view(shard, key, found)
             return await self._arm_now(shard, key, found.timer)
@@ -552,6 +549,10 @@ def _no_timer(key: TimerKey) -> NotFound:
     )
 
 
+def _is_over(key: TimerKey, reached: Reached) -> Conflict:
+    return Conflict(f"Timer {key.timer_id!r} is over: {reached.ending}", field="timerId", code="already_reached")
+
+
 def _same_wish(stored: Timer, wished: Timer, *, compare_time: bool) -> bool:
     return (
         stored.callback_url == wished.callback_url
@@ -566,6 +567,10 @@ def _same_wish(stored: Timer, wished: Timer, *, compare_time: bool) -> bool:
     )
 
 
+_SignedLong = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what every database can compare with
+_Cursor = tuple[Literal[0, 1], _SignedLong, _SignedLong, _SignedLong]
+
+
 def _cursor(reached: bool, position: Position) -> str:
     return base64.urlsafe_b64encode(msgspec.json.encode([int(reached), *position])).decode().rstrip("=")
 
@@ -575,7 +580,7 @@ def _read_cursor(text: str | None) -> tuple[bool, Position]:
         return False, BEFORE_ALL
     try:
         raw = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
-        reached, *position = msgspec.json.decode(raw, type=tuple[int, int, int, int])
+        reached, *position = msgspec.json.decode(raw, type=_Cursor)
     except (ValueError, msgspec.MsgspecError):
         raise InvalidField("cursor", "cursor is not one that a list has answered") from None
     return bool(reached), Position(*position)

@@ -114,6 +114,7 @@ class Yard(Protocol):
 
     writes_waiting: int
     writes_waiting_max: int
+    unsettled: int  # outcomes that wait for a commit
 
     def arm(self, entry: Entry) -> None: ...
     def disarm(self, entry: Entry) -> None: ...
@@ -286,6 +287,8 @@ class Shard:
         ops, self.committing = self.committing, {}
         self._yard.writes_waiting -= len(ops)
         for key, op in ops.items():
+            if op.settlement is not None:
+                self._yard.unsettled -= 1
             self._apply(key, op.put)
             for waiter in op.waiters:
                 if not waiter.future.done():
@@ -323,6 +326,8 @@ class Shard:
                 again[key] = op
                 continue
             self._yard.writes_waiting -= 1
+            if op.settlement is not None:
+                self._yard.unsettled -= 1
             self._apply(key, op.put)
             for waiter in op.waiters:
                 if not waiter.future.done():
@@ -497,6 +502,7 @@ class Shard:
         reached = [] if settlement.reached is None else [settlement.reached]
         op = Op(settlement.rearmed, reached, [], self._yard.boot_ms())
         op.settlement = settlement
+        self._yard.unsettled += 1
         self._admit(entry.timer.key, op)
 
     # --- letting go -------------------------------------------------------------------------------
@@ -508,11 +514,12 @@ class Shard:
     def drop(self, error: DuetimeError, unknown: DuetimeError | None = None) -> None:
         """Not ours any more: forget everything. Who waits is told `error`, or `unknown` if the outcome is."""
         self.dropped = True
-        for op in self.committing.values():
-            _tell(op, unknown or error)
-        for op in self.pending.values():
-            _tell(op, error)
-        self._yard.writes_waiting -= len(self.committing) + len(self.pending)
+        for ops, reason in ((self.committing, unknown or error), (self.pending, error)):
+            for op in ops.values():
+                _tell(op, reason)
+                if op.settlement is not None:
+                    self._yard.unsettled -= 1
+            self._yard.writes_waiting -= len(ops)
         self.committing, self.pending = {}, {}
         for entry in self.entries.values():
             self._forget(entry)

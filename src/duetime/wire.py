@@ -183,8 +183,8 @@ class CreateTimerJson(_Request, kw_only=True):
     if_absent: Annotated[
         bool,
         Meta(
-            description="true: never replace. The same timer again is answered as it stands; a different one, or "
-            "one already reached, is a 409."
+            description="true: never replace. The same timer again is answered as it stands, also after its end; a "
+            "different one is a 409."
         ),
     ] = False
 

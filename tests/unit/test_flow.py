@@ -621,6 +621,28 @@ class TestNothingIsLeftBehind:
 
         on_a_street(story)
 
+    def test_a_destination_forgotten_while_it_settles_and_called_again_keeps_its_cap(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(flow_module, "_IDLE_DESTINATIONS_MAX", 1)
+
+        async def story(street: Street) -> None:
+            def done(item: Item, outcome: Outcome) -> None:
+                if item.number == 0:
+                    street.seconds["a"] = street.seconds["b"] = 1
+                    street.submit("b")  # one too many: what is idle goes
+                    street.submit("a")
+
+            street.flow._done = done
+            street.submit("a")
+            await asyncio.sleep(0.5)
+            street.submit("a", 3)
+            await asyncio.sleep(10)
+            assert street.most_in_flight["a"] == 1
+            assert len(street.starts("a")) == 5
+
+        on_a_street(story, concurrency_per_destination=1)
+
     def test_busy_destinations_are_never_forgotten_however_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(flow_module, "_IDLE_DESTINATIONS_MAX", 100)
 

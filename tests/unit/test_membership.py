@@ -245,7 +245,7 @@ class TestDeath:
             await b.join()
             await a.join()
             # The reading takes three seconds to get there: what it sees is new, although the asking is old.
-            b.line.lag = 3.0
+            b.line.lag = 3.05
             reading = asyncio.create_task(b.observe())
             await passing(3.0, a)
             await reading
@@ -413,7 +413,7 @@ class TestClock:
             a = town.member()
             await a.join()
             a.clock.offset_ms = 1_500
-            a.line.lag, a.line.lag_back = 0.0, 2.0
+            a.line.lag = 2.0
             await a.beat()  # the database may have read its clock just now, or two seconds ago
             assert a.now_ms() <= town.clock.wall_ms()
 
@@ -425,9 +425,21 @@ class TestClock:
             await a.join()
             await town.store.mark_dead(a.instance_id, 1)
             a.clock.offset_ms = 1_500
-            a.line.lag_back = 2.0
+            a.line.lag = 2.0
             await a.join()
             assert a.now_ms() <= town.clock.wall_ms()
+
+        in_town(story)
+
+    def test_a_jump_forward_after_one_backward_is_a_jump_like_any_other(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.clock.offset_ms = town.clock.offset_ms = -10_000
+            a.line.lag_back = 2.0
+            await a.beat()
+            a.clock.offset_ms = 0
+            assert a.now_ms() == town.clock.wall_ms()
 
         in_town(story)
 

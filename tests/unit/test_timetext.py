@@ -127,16 +127,13 @@ class TestInstants:
         instant = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=milliseconds)
         assert format_instant(milliseconds) == instant.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
-    @given(
-        st.datetimes(datetime(1970, 1, 3), datetime(9998, 12, 29)),
-        st.integers(-1_439, 1_439),
-    )
+    @given(st.integers(0, (LATEST_MS - 1) * 1_000), st.integers(-1_439, 1_439))
     def test_any_offset_and_any_microsecond_is_the_same_instant_and_never_early(
-        self, local: datetime, offset_minutes: int
+        self, microseconds: int, offset_minutes: int
     ) -> None:
-        instant = local.replace(tzinfo=timezone(timedelta(minutes=offset_minutes)))
-        microseconds = (instant - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
-        assert parse_instant(instant.isoformat()) == -(-microseconds // 1_000)
+        instant = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)
+        there = instant.astimezone(timezone(timedelta(minutes=offset_minutes)))
+        assert parse_instant(there.isoformat()) == -(-microseconds // 1_000)
 
     @given(st.text(max_size=40))
     def test_any_other_text_is_refused_with_a_reason(self, text: str) -> None:
@@ -238,6 +235,7 @@ class TestDurations:
     @given(st.text(alphabet="0123456789.PTWDHMSdhms ", max_size=20))
     def test_any_text_is_read_or_refused_and_nothing_else(self, text: str) -> None:
         try:
-            assert 0 <= parse_duration(text) <= DURATION_MAX_MS
-        except ValueError as error:
-            assert str(error).startswith("must be")
+            milliseconds = parse_duration(text)
+        except ValueError:
+            return
+        assert 0 <= milliseconds <= DURATION_MAX_MS

@@ -83,6 +83,7 @@ async def all_timers(store: Store, shard_id: int = 0, page: int = 1_000) -> list
     after: Position | None = BEFORE_ALL
     while after is not None:
         stretch = await store.load(shard_id, after, FAR, page)
+        assert stretch.next is None or stretch.next > after, "a load must move on"
         timers += stretch.timers
         after = stretch.next
     return timers

@@ -113,6 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.run(self.store.migrate())
         self.run(self.store.open())
         self.both(lambda store: store.ensure_shards(SHARDS))
+        self.take(list(range(SHARDS)), stale=False, nonce=1)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -125,6 +126,9 @@ class StoreMachine(RuleBasedStateMachine):
         nonce=st.integers(-5, 5),
     )
     def claim(self, shard_ids: list[int], stale: bool, nonce: int) -> None:
+        self.take(shard_ids, stale, nonce)
+
+    def take(self, shard_ids: list[int], stale: bool, nonce: int) -> None:
         versions = {row.shard_id: row.version - stale for row in self.run(self.model.shards())}
         claims = [
             Claim(shard_id, versions[shard_id], nonce, f"i{nonce}", "host:1", nonce + 9) for shard_id in shard_ids
@@ -134,6 +138,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), batches=work())
     def commit(self, data: st.DataObject, batches: list[Batch]) -> None:
+        self.write(data, batches)
+
+    @rule(data=st.data(), batches=work())
+    def commit_again(self, data: st.DataObject, batches: list[Batch]) -> None:
+        self.write(data, batches)  # two rules, because rules are drawn evenly and this is the one that matters
+
+    def write(self, data: st.DataObject, batches: list[Batch]) -> None:
         filled = [replace(batch, fence=self.a_fence(data, batch.fence.shard_id)) for batch in batches]
         self.both(lambda store: store.commit(filled))
 
@@ -248,7 +259,7 @@ class AgreesWithMemory(Harness):
         examples = int(os.environ.get("DUETIME_TEST_EXAMPLES", "25"))
         bounds = settings(
             max_examples=examples,
-            stateful_step_count=30,
+            stateful_step_count=50,
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),

@@ -1,0 +1,276 @@
+"""What the documents name exists: files, tests, settings, metrics, commands, routes, error codes, make targets."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from documents import PATHS, ROOT, Block, Mention, blocks, inline_code, links, name_of, shell_commands
+
+from duetime import client as client_module
+from duetime.api import app as api_app
+from duetime.api.routes import PREFIX, ROUTES
+from duetime.cli.arguments import build_parser
+from duetime.client import AsyncClient
+from duetime.config import load_config
+from duetime.errors import DuetimeError
+from duetime.telemetry import Telemetry
+
+PACKAGE = ROOT / "src" / "duetime"
+SETTINGS = tomllib.loads((PACKAGE / "config.default.toml").read_text("utf-8"))
+CODE = inline_code()
+
+
+def matching(pattern: str) -> list[Mention]:
+    """Inline code that is, whole, of this form."""
+    found = [mention for mention in CODE if re.fullmatch(pattern, mention.text)]
+    assert found, f"no document mentions anything like {pattern}: has the pattern gone stale?"
+    return found
+
+
+def source_files(*folders: Path) -> Iterator[Path]:
+    for folder in folders:
+        yield from folder.rglob("*.py")
+
+
+# --- files and links -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mention", links(), ids=str)
+def test_a_link_leads_somewhere(mention: Mention) -> None:
+    target, _, anchor = mention.text.partition("#")
+    if target.startswith("https://"):
+        return
+    assert not anchor, "no anchors: headings change"
+    assert ((ROOT / mention.document).parent / target).exists()
+
+
+@pytest.mark.parametrize("mention", matching(r"\w[\w./-]*\.(py|toml|sql|txt|json|lock|md|yml)"), ids=str)
+def test_a_named_file_exists(mention: Mention) -> None:
+    """From the root, from the package, or by its bare name; files of the reader's own are listed here."""
+    if mention.text in ("duetime.toml", "client.py", "uv.lock"):
+        return
+    assert (ROOT / mention.text).is_file() or (PACKAGE / mention.text).is_file()
+
+
+@pytest.mark.parametrize("mention", matching(r"(src|tests|benchmarks|docs|spec)/[\w./-]*"), ids=str)
+def test_a_named_folder_exists(mention: Mention) -> None:
+    assert (ROOT / mention.text).exists()
+
+
+@pytest.mark.parametrize("mention", matching(r"duetime(\.\w+)+"), ids=str)
+def test_a_named_module_exists(mention: Mention) -> None:
+    if mention.text == "duetime.db":
+        return
+    path = PACKAGE.joinpath(*mention.text.split(".")[1:])
+    assert path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_every_document_is_reachable_from_the_readme() -> None:
+    seen: set[Path] = set()
+    waiting = [ROOT / "README.md"]
+    targets = links()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        waiting += [
+            (path.parent / mention.text).resolve()
+            for mention in targets
+            if mention.document == name_of(path) and mention.text.endswith(".md") and "://" not in mention.text
+        ]
+    assert {name_of(path) for path in PATHS} - {name_of(path) for path in seen} <= {"CHANGELOG.md"}
+
+
+def test_no_document_names_a_machine_of_ours() -> None:
+    for path in [*PATHS, ROOT / "requirements.lock", ROOT / "requirements-dev.lock", ROOT / "Makefile"]:
+        assert not re.search(r"/work/|/root/|/tmp/|--index-url|--find-links|pypi", path.read_text("utf-8")), path
+
+
+# --- tests ---------------------------------------------------------------------------------------
+
+
+def known_tests() -> set[str]:
+    return {
+        name
+        for path in source_files(ROOT / "tests", PACKAGE / "testing")
+        for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))
+    }
+
+
+@pytest.mark.parametrize("mention", matching(r"test_\w+"), ids=str)
+def test_a_named_test_exists(mention: Mention) -> None:
+    assert mention.text in known_tests()
+
+
+# --- settings and metrics ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mention", matching(rf"({'|'.join(SETTINGS)})\.[a-z_]+"), ids=str)
+def test_a_named_setting_exists(mention: Mention) -> None:
+    section, _, key = mention.text.partition(".")
+    assert key in SETTINGS[section] or key in ("py", "toml")
+
+
+@pytest.mark.parametrize("mention", matching(r"DUETIME_[A-Z_]+"), ids=str)
+def test_a_named_environment_variable_exists(mention: Mention) -> None:
+    variables = {f"DUETIME_{section}_{key}".upper() for section, keys in SETTINGS.items() for key in keys}
+    assert mention.text in variables | {"DUETIME_URL", "DUETIME_TOKEN", "DUETIME_CONFIG", "DUETIME_SECTION_KEY"}
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_an_example_of_a_configuration_is_valid(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "duetime.toml"
+    file.write_text(block.text)
+    load_config(file, environ={})
+
+
+@pytest.mark.parametrize("mention", matching(r"duetime_[a-z_]+"), ids=str)
+def test_a_named_metric_exists(mention: Mention) -> None:
+    assert mention.text in {metric.name for metric in vars(Telemetry()).values()}
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def parsed(words: list[str]) -> str | None:
+    """What argparse has against a command, or None."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            build_parser().parse_args(words)
+    except SystemExit as end:
+        return None if end.code == 0 else said.getvalue()
+    return None
+
+
+def duetime_commands() -> list[Mention]:
+    found = []
+    for mention in shell_commands():
+        words = shlex.split(mention.text, comments=True)
+        if words[0] == "uvx":
+            words = words[1:]
+        if words[0] == "duetime":
+            found.append(Mention(mention.document, shlex.join(words[1:])))
+    assert len(found) > 20
+    return found
+
+
+@pytest.mark.parametrize("command", duetime_commands(), ids=str)
+def test_an_example_of_a_command_is_understood(command: Mention) -> None:
+    assert parsed(shlex.split(command.text)) is None
+
+
+@pytest.mark.parametrize("mention", matching(r"(uvx )?duetime [a-z].*"), ids=str)
+def test_a_command_named_in_a_sentence_exists(mention: Mention) -> None:
+    """Its options may be left out there: then only its name is checked."""
+    words = shlex.split(mention.text.removeprefix("uvx "))[1:]
+    name = [word for word in words if re.fullmatch(r"[a-z-]+", word) and not word.startswith("-")][:2]
+    given = parsed(words)
+    assert given is None or parsed([*name, "--help"]) is None, given
+
+
+def test_the_reference_lists_every_command() -> None:
+    described = set(re.findall(r"^\| `duetime ([a-z -]+)` \|", (ROOT / "docs/reference/cli.md").read_text(), re.M))
+    assert described == set(all_commands())
+
+
+def all_commands() -> Iterator[str]:
+    for name, parser in subcommands(build_parser()):
+        inner = list(subcommands(parser))
+        yield from [f"{name} {sub}" for sub, _ in inner] or [name]
+
+
+def subcommands(parser: object) -> Iterator[tuple[str, object]]:
+    for action in getattr(parser, "_actions", ()):
+        if isinstance(action.choices, dict):
+            yield from action.choices.items()
+
+
+def test_the_exit_codes_are_those_of_the_help() -> None:
+    listed = dict(re.findall(r"^\| (\d+) \| (.*) \|$", (ROOT / "docs/reference/cli.md").read_text(), re.M))
+    helped = dict(re.findall(r"^  (\d+)  (.*)$", build_parser().format_help(), re.M))
+    assert listed == helped
+
+
+@pytest.mark.parametrize("mention", matching(r"make [a-z]+"), ids=str)
+def test_a_named_make_target_exists(mention: Mention) -> None:
+    target = mention.text.removeprefix("make ")
+    assert re.search(rf"^{target}:.*##", (ROOT / "Makefile").read_text(), re.M)
+
+
+# --- the API -------------------------------------------------------------------------------------
+
+
+def curl_requests() -> list[Mention]:
+    found = [mention for mention in shell_commands() if mention.text.startswith("curl ")]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("mention", curl_requests(), ids=str)
+def test_an_example_of_a_request_is_valid(mention: Mention) -> None:
+    words = shlex.split(mention.text)
+    url = next(word for word in words if word.startswith("http"))
+    route = next(route for route in ROUTES if url.endswith(PREFIX + route.path))
+    assert "--json" in words or "content-type:application/json" in words
+    msgspec.json.decode(words[-1], type=route.request)
+
+
+def test_the_reference_lists_every_route() -> None:
+    text = (ROOT / "docs/reference/http-api.md").read_text()
+    assert set(re.findall(r"`((?:timers|namespaces|cluster)/\w+)`", text)) == {route.path for route in ROUTES}
+
+
+def test_the_reference_lists_every_error_code_with_its_status() -> None:
+    text = (ROOT / "docs/reference/http-api.md").read_text()
+    listed = {code: int(status) for code, status in re.findall(r"^\| `([a-z_]+)` \| (\d{3}) \|", text, re.M)}
+    assert listed == codes_of_the_server()
+
+
+# Never answered: classes that stand for a family, and errors that end the process or stay in the engine.
+SILENT = {"rejected", "not_found", "conflict", "setup", "member_dead", "schema_mismatch"}
+
+
+def codes_of_the_server() -> dict[str, int]:
+    """Every code an answer can carry, with its status: of a class, or given where one is raised."""
+    assert api_app  # imported: it has errors of its own
+    kinds = {kind.__name__: kind for kind in errors_below(DuetimeError) if "client" not in kind.__module__}
+    codes = {kind.code: kind.status for kind in kinds.values()}
+    for path in source_files(PACKAGE):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
+                for given in node.keywords:
+                    if given.arg == "code" and isinstance(given.value, ast.Constant):
+                        codes[str(given.value.value)] = kinds[node.func.id].status
+    return {code: status for code, status in codes.items() if code not in SILENT | {"malformed_answer"}}
+
+
+def errors_below(kind: type[DuetimeError]) -> Iterator[type[DuetimeError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from errors_below(child)
+
+
+# --- the client ----------------------------------------------------------------------------------
+
+
+def test_the_reference_lists_every_method_of_the_client() -> None:
+    text = (ROOT / "docs/reference/python.md").read_text()
+    methods = [name for name in vars(AsyncClient) if not name.startswith("_")]
+    assert [name for name in methods if not re.search(rf"`{name}\(", text)] == []
+
+
+@pytest.mark.parametrize("mention", [m for m in CODE if m.document == "docs/reference/python.md"], ids=str)
+def test_a_class_named_in_the_reference_of_the_client_is_public(mention: Mention) -> None:
+    if re.fullmatch(r"[A-Z][a-z]+[A-Za-z]*", mention.text):
+        assert mention.text in client_module.__all__
