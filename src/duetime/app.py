@@ -51,10 +51,9 @@ class App:
 
     async def _start(self) -> None:
         config = self.config
-        store = open_store(config.store.url)
+        store = self._store = open_store(config.store.url)  # from here on `stop` closes it, also half open
         await store.migrate()
         await store.open()
-        self._store = store
         webhook = Webhook(config, self._clock, loopback_allowed=is_loopback(config.server.listen))
         self._deliverer = Router({"http": webhook, "https": webhook})
         engine = Engine(config, store, self._deliverer, self._clock, self.telemetry, address=config.server.listen)

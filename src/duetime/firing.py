@@ -31,17 +31,18 @@ _QUEUED = Phase.QUEUED
 class Firing:
     """One due timer on its way through flow and delivery."""
 
-    __slots__ = ("begun", "entry", "loop")
+    __slots__ = ("begun", "entry", "fence", "loop")
 
     def __init__(self, entry: Entry, loop: FireLoop) -> None:
         self.entry = entry
         self.loop = loop
+        self.fence = entry.shard.fence  # as the request will say; it may change while the request waits
         self.begun = False
 
     def begin(self) -> int | None:
         """Right before the first byte: lease valid, shard still owned, timer still this generation, and due."""
         loop, entry = self.loop, self.entry
-        if loop.stopped or not loop.membership.may_fire():
+        if loop.stopped or not loop.membership.may_fire() or entry.shard.fence is not self.fence:
             return None
         now_ms = loop.membership.now_ms()
         if now_ms < entry.timer.execute_at_ms or not entry.shard.begin(entry, now_ms, again=self.begun):
@@ -178,7 +179,7 @@ class FireLoop:
 
     async def _deliver(self, firing: Firing) -> Outcome:
         entry = firing.entry
-        timer, fence = entry.timer, entry.shard.fence
+        timer, fence = entry.timer, firing.fence
         attempt = Attempt(timer, self._namespace_of(timer.namespace), f"{fence.shard_id}.{fence.version}", firing.begin)
         try:
             return await self._deliverer.deliver(attempt)

@@ -120,7 +120,7 @@ class Page(Struct, frozen=True):
 
 
 class Found(Struct, frozen=True):
-    """What is stored under a key: the timer, and the newest of its reached rows."""
+    """What is stored under a key: the timer, and the newest of its reached rows (by generation, then time)."""
 
     timer: Timer | None = None
     reached: Reached | None = None

@@ -84,10 +84,18 @@ class RealServer:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "timers.db"
+
     async def start(self) -> None:
         settings = {
             "DUETIME_SERVER_LISTEN": f"127.0.0.1:{self.port}",
-            "DUETIME_STORE_URL": f"sqlite:///{self.folder}/timers.db",
+            "DUETIME_STORE_URL": f"sqlite:///{self.file}",
             **self.settings,
         }
         command = [sys.executable, "-m", "duetime", "serve", *self.arguments]
@@ -158,9 +166,9 @@ class RealReceiver:
         self.may_answer.set()
         self._server: HttpServer | None = None
 
-    async def start(self) -> None:
+    async def start(self, port: int = 0) -> None:
         self._server = await serve_http(
-            self._receive, "127.0.0.1", 0, body_bytes_max=1 << 20, connections_max=1_000, idle_timeout_ms=60_000
+            self._receive, "127.0.0.1", port, body_bytes_max=1 << 20, connections_max=1_000, idle_timeout_ms=60_000
         )
         self.url = f"http://127.0.0.1:{self._server.port}/hook"
 

@@ -180,7 +180,7 @@ ROUTES = (
         request=wire.NamespaceRefJson,
         answer=wire.EmptyAnswer,
         summary="Delete a namespace",
-        description="Its timers do not fire any more.",
+        description="Only one without scheduled timers: otherwise 409 `namespace_in_use`.",
         example={"namespace": "orders"},
         errors=(404, 409, 503),
     ),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
+import shutil
 import socket
+import sys
 import tempfile
 from argparse import Namespace as Arguments
 from pathlib import Path
@@ -138,10 +140,11 @@ def _say_where_to_go(url: str, hook: str) -> None:
     body = json_line({"timerId": "mine", "delay": "5s", "callbackUrl": hook, "payload": {"hello": "world"}})
     print(f"  {painted('Yours to try', 'bold')}, in another terminal; the receiver above prints what comes:\n")
     print(f"    curl {url}/api/v1/timers/create -H content-type:application/json -d {shlex.quote(body)}\n")
-    print(f"    duetime timer create mine --in 5s --to {hook}{'' if url.endswith(f':{PORT}') else f' --url {url}'}")
-    print("    duetime listen                    a receiver in a terminal of its own\n")
+    duetime = "duetime" if shutil.which("duetime") else sys.argv[0]
+    print(f"    {duetime} timer create mine --in 5s --to {hook}{'' if url.endswith(f':{PORT}') else f' --url {url}'}")
+    print(f"    {duetime} listen                    a receiver in a terminal of its own\n")
     print(f"  Reference   {url}/docs")
-    print("  For real    duetime serve\n")
+    print(f"  For real    {duetime} serve\n")
     print(painted("  Serving until Ctrl-C.\n", "dim"), flush=True)
 
 

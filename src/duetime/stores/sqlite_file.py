@@ -167,14 +167,14 @@ def migrate(path: str) -> None:
 def connect(path: str, *pragmas: str) -> apsw.Connection:
     """A connection to a file whose schema is exactly this version's."""
     if not os.path.exists(path):
-        raise SchemaMismatch(f"{path} does not exist; run `duetime migrate`")
+        raise SchemaMismatch(f"{path} does not exist; `duetime serve` makes it")
     with _explained(path):
         db = _open(path, apsw.SQLITE_OPEN_READWRITE)
         try:
             found = _recognise(path, db)
             if found < SCHEMA_VERSION:
                 raise SchemaMismatch(
-                    f"{path} has schema {found}, this version needs {SCHEMA_VERSION}; run `duetime migrate`"
+                    f"{path} has schema {found}, this version needs {SCHEMA_VERSION}; `duetime serve` updates it"
                 )
             _use_wal(path, db)
             for pragma in pragmas:

@@ -7,7 +7,9 @@ tells which wish it serves. Wishes about one timer come one after the other; an 
     A  a timer whose last word is a put that was acknowledged fires with that value
     B  nothing fires before its time
     C  nothing starts after an acknowledged delete, no older value after an acknowledged put
-    D  what fires last is the last acknowledged value (together with A and C)
+    D  what fires last is the last acknowledged value (together with A and C), and nothing nobody asked for
+    E  one firing owner at a time: once a shard has fired under a version, no older one fires, and nobody
+       else fires under that one
 
 `judge` answers the violations as readable stories; an empty list is a pass.
 """
@@ -70,7 +72,7 @@ class Violation(Struct, frozen=True):
         return f"[{self.invariant}] {self.timer}: {self.what}\n{self.story}"
 
 
-def judge(wishes: Iterable[Wish], callbacks: Iterable[Callback], *, clock_error_ms: int = 0) -> list[Violation]:
+def judge(wishes: Iterable[Wish], callbacks: Sequence[Callback], *, clock_error_ms: int = 0) -> list[Violation]:
     """Everything that should not have been, timer by timer. `clock_error_ms`: how far a sender's clock may be off."""
     by_timer: dict[str, list[Wish]] = defaultdict(list)
     for wish in wishes:
@@ -84,6 +86,26 @@ def judge(wishes: Iterable[Wish], callbacks: Iterable[Callback], *, clock_error_
         seen = sorted(calls[timer], key=lambda call: call.seen_at_ms)
         for invariant, what in _wrongs(history, seen, clock_error_ms):
             violations.append(Violation(invariant, timer, what, _story(history, seen)))
+    return violations + _two_owners(callbacks)
+
+
+def _two_owners(callbacks: Sequence[Callback]) -> list[Violation]:
+    violations: list[Violation] = []
+    last: dict[str, tuple[int, Callback]] = {}
+    for call in sorted(callbacks, key=lambda call: call.started_at_ms):
+        shard, _, version_text = call.fence.partition(".")
+        if not version_text:
+            continue
+        version = int(version_text)
+        newest, before = last.get(shard, (version, call))
+        if version < newest or (version == newest and call.owner != before.owner):
+            what = (
+                f"shard {shard} fired under {call.fence} by {call.owner} after {before.fence} by {before.owner}"
+                f" had fired {before.timer}"
+            )
+            violations.append(Violation("E", call.timer, what, _story((), (before, call))))
+        else:
+            last[shard] = (version, call)
     return violations
 
 

@@ -159,9 +159,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.both(lambda store: store.purge_reached(fence, before_ms, limit))
 
     def a_fence(self, data: st.DataObject, shard_id: int) -> Fence:
-        """Mostly the newest, sometimes any there ever was."""
-        if data.draw(st.integers(0, 4), label="fence"):
-            return self.fences[shard_id][-1]
+        """Mostly the newest, sometimes that with another nonce, sometimes any there ever was."""
+        newest, choice = self.fences[shard_id][-1], data.draw(st.integers(0, 6), label="fence")
+        if choice > 1:
+            return newest
+        if choice == 1:
+            return replace(newest, nonce=newest.nonce + 1)
         return data.draw(st.sampled_from(self.fences[shard_id]), label="old fence")
 
     @rule(shard_id=SHARD_IDS, after=POSITIONS, until_ms=TIMES, limit=st.integers(1, 5))
@@ -251,7 +254,7 @@ async def _everything(store: Store) -> object:
         await listed(store, ListQuery(namespace=name, num_shards=SHARDS, endings=EVERY_ENDING, limit=100))
         for name in NAMESPACES
     ]
-    return await store.shards(), [await all_timers(store, shard_id) for shard_id in range(SHARDS)], ended
+    return await store.shards(), [await all_timers(store, shard_id, page=2) for shard_id in range(SHARDS)], ended
 
 
 class AgreesWithMemory(Harness):

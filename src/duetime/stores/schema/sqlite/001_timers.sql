@@ -62,7 +62,8 @@ CREATE TABLE namespaces (
     body       TEXT NOT NULL
 ) STRICT, WITHOUT ROWID;
 
--- For people and reports: one row per timer, as it stands or as it last ended.
+-- For people and reports: one row per timer, as it stands or as it last ended. A cancelled timer has none:
+-- its due time was not reached.
 CREATE VIEW timer_schedules (tenant_id, service_call_id, correlation_id, due_at, registered_at, reached_at, state) AS
 SELECT
     timer_namespace, timer_id, timer_correlation_id,
@@ -78,7 +79,7 @@ SELECT
     strftime('%Y-%m-%dT%H:%M:%S', timer_created_at / 1000, 'unixepoch') || printf('.%03dZ', timer_created_at % 1000),
     strftime('%Y-%m-%dT%H:%M:%S', timer_reached_at / 1000, 'unixepoch') || printf('.%03dZ', timer_reached_at % 1000),
     'Reached'
-FROM timers AS ended WHERE row_type = 3
+FROM timers AS ended WHERE row_type = 3 AND timer_outcome <> 'cancelled'
 AND NOT EXISTS (
     SELECT 1 FROM timers AS waiting WHERE waiting.row_type = 2 AND waiting.shard_id = ended.shard_id
     AND waiting.timer_namespace = ended.timer_namespace AND waiting.timer_id = ended.timer_id

@@ -58,8 +58,9 @@ async def test_a_callback_that_was_tampered_with_is_refused(api: Asker, namespac
     await api.ok("namespaces/update", namespace=namespace, signingSecrets=[secret])
     request = await fired(api, receiver, namespace, "a")
     assert is_good(request, secret)
+    assert b"1.0" in request.body
     with pytest.raises(SignatureError):
-        verify(request.body.replace(b'"n":1.0', b'"n":2.0'), request.headers, secret)
+        verify(request.body.replace(b"1.0", b"2.0"), request.headers, secret)
     with pytest.raises(SignatureError):
         verify(request.body + b" ", request.headers, secret)
     for name, value in (("webhook-id", "another"), ("webhook-timestamp", "1"), ("webhook-signature", "v1,Zm9yZ2Vk")):

@@ -1,0 +1,219 @@
+"""Known ways to be wrong, each one safety rule taken away with all the others in place.
+
+They keep the simulator and the checker honest: every one must be caught within the stated number of
+seeds (`tests/sim/test_mutants.py`). One that is not means that the workload or the faults are too weak.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from msgspec import Struct
+
+from duetime.engine import Engine
+from duetime.errors import NotOwner, ShardLost
+from duetime.firing import FireLoop, Firing
+from duetime.membership import Membership
+from duetime.shard import Entry, Phase, Shard, end_of
+from duetime.stores.memory import MemoryStore
+from duetime.testing.sim import SimStore
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+class Mutant(Struct, frozen=True):
+    name: str
+    wrong: str  # what it does not do
+    patches: tuple[tuple[type, str, Callable[..., Any]], ...]
+    seeds: int = 200  # within so many it is caught
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        before = [(owner, name, owner.__dict__[name]) for owner, name, _ in self.patches]
+        for owner, name, wrong in self.patches:
+            setattr(owner, name, wrong)
+        try:
+            yield
+        finally:
+            for owner, name, right in before:
+                setattr(owner, name, right)
+
+
+# --- the store -----------------------------------------------------------------------------------
+
+
+def _owned_by_anybody(self: MemoryStore, fence: Any) -> Any:
+    return self._shards.get(fence.shard_id) or ShardLost("no such shard")
+
+
+def _owned_by_version(self: MemoryStore, fence: Any) -> Any:
+    shard = self._shards.get(fence.shard_id)
+    if shard is None or shard.row.version != fence.version:
+        return ShardLost("another version")
+    return shard
+
+
+async def _checked_then_written(self: SimStore, name: str, inner: Any, args: Any) -> Any:
+    """Looks at the fence, and writes a moment later without holding on to it."""
+    if name != "commit":
+        return await inner(*args)
+    database = self._world.database
+    lost = [isinstance(database._owned(batch.fence), ShardLost) for batch in args[0]]
+    await asyncio.sleep(self._world.rng.uniform(0.001, 0.3))
+    results = []
+    for batch, is_lost in zip(args[0], lost, strict=True):
+        right, MemoryStore._owned = MemoryStore._owned, _owned_by_anybody  # type: ignore[method-assign]
+        results.append(ShardLost("lost") if is_lost else database._commit(batch))
+        MemoryStore._owned = right  # type: ignore[method-assign]
+    return results
+
+
+# --- the engine ----------------------------------------------------------------------------------
+
+
+def _once_leased_for_ever(self: Membership) -> bool:
+    return self._lease_until_ms > 0
+
+
+def _settle_whatever_is_there(self: Shard, entry: Entry, settlement: Any) -> bool:
+    self._landed(entry.timer.key)
+    current = self.entries.get(entry.timer.key)
+    if self.dropped or current is None:
+        return False
+    if current.phase is Phase.ARMED:
+        self._yard.disarm(current)
+    self._settle(current, settlement)
+    return True
+
+
+def _load_ended_too_far(self: Shard, page: Any, until_ms: int) -> None:
+    _right_load_ended(self, page, until_ms)
+    if page is not None and page.next is None and not self.dropped:
+        self.horizon = end_of(until_ms + 1)
+
+
+_right_load_ended = Shard.load_ended
+
+
+def _load_ended_page_wins(self: Shard, page: Any, until_ms: int) -> None:
+    self._touched = {}
+    _right_load_ended(self, page, until_ms)
+
+
+def _arm_without_waking(self: FireLoop, entry: Entry) -> None:
+    right, self._wake_for = self._wake_for, lambda due_ms: None  # type: ignore[method-assign]
+    try:
+        _right_arm(self, entry)
+    finally:
+        self._wake_for = right  # type: ignore[method-assign]
+
+
+_right_arm = FireLoop.arm
+
+
+def _never_wake(self: FireLoop) -> None:
+    pass
+
+
+def _try_again_blindly(self: Engine, shard: Shard) -> None:
+    shard.not_committed()
+
+
+async def _release_at_once(self: Engine, shards: list[Shard]) -> None:
+    fences = [shard.fence for shard in shards if not shard.dropped]
+    for shard in shards:
+        if not shard.dropped:
+            self._drop(shard, NotOwner())
+    await self._give_free(fences)
+
+
+def _begin_without_looking(self: Firing) -> int | None:
+    loop, entry = self.loop, self.entry
+    now_ms = loop.membership.now_ms()
+    if entry.phase is Phase.QUEUED:
+        entry.shard.begin(entry, now_ms, again=False)
+    elif not self.begun:
+        entry.started_at_ms = now_ms
+        entry.shard.sending[entry.timer.key] = entry.shard.sending.get(entry.timer.key, 0) + 1
+    self.begun = True
+    return now_ms
+
+
+def _now_is_the_wall_clock(self: Membership) -> int:
+    return self._clock.wall_ms()
+
+
+async def _recover_without_claiming(self: Engine, shard: Shard) -> None:
+    """Reads what is there now and believes it, while the old commit may still be on its way."""
+    found = await self._read(shard.shard_id, list(shard.committing))
+    rows = {row.shard_id: row for row in await self._store.shards()}
+    if not shard.dropped:
+        shard.recovered(rows[shard.shard_id], found)
+
+
+MUTANTS = (
+    Mutant("no-fence", "the store does not look at the fence", ((MemoryStore, "_owned", _owned_by_anybody),)),
+    Mutant(
+        "fence-without-lock",
+        "the store looks at the fence and writes a moment later",
+        ((SimStore, "perform", _checked_then_written),),
+    ),
+    Mutant(
+        "no-nonce",
+        "the store compares versions only",
+        ((MemoryStore, "_owned", _owned_by_version),),
+    ),
+    Mutant(
+        "no-lease",
+        "an instance fires whether or not its lease has run out",
+        ((Membership, "may_fire", _once_leased_for_ever),),
+    ),
+    Mutant(
+        "settle-without-generation",
+        "an outcome settles whatever timer has that id now",
+        ((Shard, "settle", _settle_whatever_is_there),),
+    ),
+    Mutant(
+        "horizon-off-by-one",
+        "the horizon is a millisecond further than what was loaded",
+        ((Shard, "load_ended", _load_ended_too_far),),
+    ),
+    Mutant(
+        "memory-loses-on-load",
+        "a page that was read before a commit overwrites it",
+        ((Shard, "load_ended", _load_ended_page_wins),),
+    ),
+    Mutant(
+        "wake-up-lost",
+        "a new earliest timer does not wake the fire loop, and nobody looks again",
+        ((FireLoop, "arm", _arm_without_waking), (FireLoop, "wake", _never_wake)),
+    ),
+    Mutant(
+        "re-claim-skipped",
+        "after an unknown outcome the batch is simply sent again",
+        ((Engine, "_unknown", _try_again_blindly),),
+    ),
+    Mutant(
+        "read-without-re-claim",
+        "after an unknown outcome the store is read, but the old commit is not fenced off",
+        ((Engine, "_recover", _recover_without_claiming),),
+    ),
+    Mutant(
+        "release-without-drain",
+        "a shard is given away with writes and deliveries on their way",
+        ((Engine, "_release", _release_at_once),),
+    ),
+    Mutant(
+        "begin-without-looking",
+        "nothing is checked right before the first byte",
+        ((Firing, "begin", _begin_without_looking),),
+    ),
+    Mutant(
+        "wall-clock-believed",
+        "a wall clock that jumps ahead is believed at once",
+        ((Membership, "now_ms", _now_is_the_wall_clock),),
+    ),
+)
