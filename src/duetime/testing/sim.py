@@ -16,7 +16,7 @@ import contextlib
 import heapq
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar, copy_context
 from hashlib import blake2b
 from typing import Any, TypeVar, cast
@@ -98,7 +98,8 @@ class SimLoop(VirtualLoop):
         self.frozen: dict[str, list[asyncio.Handle]] = {}
         self.dead: set[str] = set()
         self.steps = 0
-        self.set_task_factory(_mortal_task)
+        self._buried: list[asyncio.Handle] = []
+        self.set_exception_handler(lambda loop, context: None)  # the dead retrieve no exceptions
 
     def _run_once(self) -> None:
         ready = cast(Any, self)._ready
@@ -125,8 +126,8 @@ class SimLoop(VirtualLoop):
                 continue
             owner = handle._context.get(_INSTANCE, "")
             if owner in self.dead:
-                continue
-            if owner in self.frozen:
+                self._buried.append(handle)
+            elif owner in self.frozen:
                 self.frozen[owner].append(handle)
             else:
                 handle._run()
@@ -138,16 +139,22 @@ class SimLoop(VirtualLoop):
         cast(Any, self)._ready.extend(self.frozen.pop(name, []))
 
     def kill(self, name: str) -> None:
-        """Nothing of this instance ever runs again: no handler, no `finally`, as with a real crash."""
+        """Nothing of this instance runs again: no handler, no `finally`, as with a real crash."""
         self.dead.add(name)
-        self.frozen.pop(name, None)
+        self._buried += self.frozen.pop(name, [])
 
-
-def _mortal_task(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
-    """Tasks of a crashed instance just end with the world; nobody need be warned."""
-    task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, **options)
-    cast(Any, task)._log_destroy_pending = False
-    return task
+    def clear_up(self) -> None:
+        """After the play: let every task end, the dead ones too, so that nothing is left lying about."""
+        self.dead.clear()
+        for name in list(self.frozen):
+            self.thaw(name)
+        cast(Any, self)._ready.extend(self._buried)
+        self._buried = []
+        while tasks := asyncio.all_tasks(self):
+            for task in tasks:
+                task.cancel()
+            self.run_until_complete(asyncio.wait(tasks, timeout=1))
+        self.close()
 
 
 # --- the store behind a network ------------------------------------------------------------------
@@ -309,11 +316,11 @@ class Instance:
         )
         self.service = Service(config, self.engine, store, deliverer)
 
-    def inside(self, work: Awaitable[T]) -> asyncio.Task[T]:
+    def inside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run something as part of this instance: it stops when the instance does."""
         context = copy_context()
         context.run(_INSTANCE.set, self.name)
-        return self.world.loop.create_task(_awaited(work), context=context)
+        return self.world.loop.create_task(work, context=context)
 
     async def start(self) -> None:
         while True:
@@ -329,10 +336,6 @@ class Instance:
     @property
     def up(self) -> bool:
         return self.started.is_set()
-
-
-async def _awaited(work: Awaitable[T]) -> T:
-    return await work
 
 
 class World:
@@ -558,7 +561,7 @@ class SimClient:
             world.fault("request lost")
             return Result.INFO
         await asyncio.sleep(rng.uniform(0.0001, 0.002))
-        answer = instance.inside(_outcome(call(instance.service)))
+        answer = instance.inside(_outcome(call, instance.service))
         # A crashed instance never answers, and a client does not wait for ever.
         done, _ = await asyncio.wait({answer}, timeout=20)
         if not done or lost:
@@ -568,10 +571,10 @@ class SimClient:
         return answer.result()
 
 
-async def _outcome(call: Awaitable[Any]) -> Result | None:
+async def _outcome(call: Callable[[Service], Awaitable[Any]], service: Service) -> Result | None:
     """None: certainly not applied, worth trying elsewhere."""
     try:
-        answer = await call
+        answer = await call(service)
     except OutcomeUnknown:
         return Result.INFO
     except (NotFound, Conflict):
@@ -595,6 +598,7 @@ def simulate(seed: int, scenario: Scenario | None = None) -> Run:
         play = world.outside(world.play())
         world.loop.run_until_complete(play)
     finally:
+        world.loop.clear_up()
         asyncio.set_event_loop(None)
     violations = judge(world.wishes, world.callbacks, clock_error_ms=world.config.engine.clock_skew_max.ms)
     if world.restless:

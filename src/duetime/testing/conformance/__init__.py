@@ -12,7 +12,7 @@ For an adapter of your own, in a test module of yours:
 
 For an adapter that ships with Duetime, on a database named by URL:
 
-    DUETIME_TEST_STORE=sqlite:////tmp/test.db pytest --pyargs duetime.testing.conformance
+    DUETIME_TEST_STORE=sqlite:///test.db pytest --pyargs duetime.testing.conformance
 
 That database is wiped before every test, so its URL must contain the word "test". One that was asked for
 and cannot be reached is a failure, not a skip.

@@ -1,0 +1,123 @@
+"""Run many seeds of the simulator on all cores: `python -m duetime.testing.simulate --seeds 2000`.
+
+Prints a progress bar, what was covered, and for every failing seed the story of its first violation and
+the command that plays it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+
+from msgspec import Struct
+
+from duetime.testing.mutants import MUTANTS
+from duetime.testing.sim import Run, simulate
+
+__all__ = ["Totals", "run_seeds"]
+
+_SHOWN_MAX = 3
+
+
+class Totals(Struct):
+    """What a number of seeds came to."""
+
+    seeds: int = 0
+    failed: list[int] = []
+    stories: list[str] = []
+    wishes: int = 0
+    callbacks: int = 0
+    virtual_seconds: float = 0.0
+    faults: Counter[str] = Counter()
+
+    def add(self, run: Run) -> None:
+        self.seeds += 1
+        self.wishes += run.wishes
+        self.callbacks += run.callbacks
+        self.virtual_seconds += run.virtual_seconds
+        self.faults.update(run.faults)
+        if run.violations:
+            self.failed.append(run.seed)
+            if len(self.stories) < _SHOWN_MAX:
+                self.stories.append(f"seed {run.seed}: {run.violations[0]}")
+
+
+def run_seeds(first: int, count: int, *, jobs: int | None = None, progress: bool = False) -> Totals:
+    """Seeds first … first+count-1, in parallel."""
+    totals = Totals(failed=[], stories=[], faults=Counter())
+    started = time.monotonic()
+    seeds = range(first, first + count)
+    with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
+        for run in pool.map(_one, seeds, chunksize=4):
+            totals.add(run)
+            if progress:
+                _draw(totals, count, time.monotonic() - started)
+    if progress:
+        print(file=sys.stderr)
+    return totals
+
+
+def _one(seed: int) -> Run:
+    logging.disable(logging.CRITICAL)
+    run = simulate(seed)
+    run.history = []  # long, and only worth its way back to the parent when asked for
+    return run
+
+
+def _draw(totals: Totals, count: int, seconds: float) -> None:
+    filled = totals.seeds * 30 // count
+    bar = "█" * filled + "░" * (30 - filled)
+    rate = totals.seeds / max(seconds, 0.001)
+    failed = f", {len(totals.failed)} FAILED" if totals.failed else ""
+    print(f"\r  {bar} {totals.seeds}/{count} seeds, {rate:.1f}/s{failed}", end="", file=sys.stderr, flush=True)
+
+
+def _report(totals: Totals, seconds: float) -> None:
+    for story in totals.stories:
+        print(story, "\n")
+    print(
+        f"{totals.seeds} seeds in {seconds:.0f} s ({totals.seeds / seconds:.1f}/s): "
+        f"{totals.virtual_seconds / 3600:.1f} hours of virtual time, "
+        f"{totals.wishes:,} wishes, {totals.callbacks:,} callbacks"
+    )
+    print("faults: " + ", ".join(f"{count:,} {kind}" for kind, count in totals.faults.most_common()))
+    for seed in totals.failed:
+        print(f"FAILED seed {seed}: play it again with `python -m duetime.testing.simulate --seed {seed} --story`")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--jobs", type=int, help="processes (default: one for each core)")
+    parser.add_argument("--seed", type=int, help="only this one, in this process")
+    parser.add_argument("--story", action="store_true", help="with --seed: print everything that happened")
+    parser.add_argument(
+        "--mutant", choices=[mutant.name for mutant in MUTANTS], help="with --seed: a known way to be wrong"
+    )
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    if options.seed is not None:
+        mutants = {mutant.name: mutant for mutant in MUTANTS}
+        with mutants[options.mutant].applied() if options.mutant else nullcontext():
+            run = simulate(options.seed)
+        if options.story:
+            print("\n".join(run.history))
+        for violation in run.violations:
+            print(violation)
+        print(f"seed {run.seed}: {len(run.violations)} violations, history {run.digest}")
+        return bool(run.violations)
+    started = time.monotonic()
+    totals = run_seeds(options.first, options.seeds, jobs=options.jobs, progress=sys.stderr.isatty())
+    _report(totals, time.monotonic() - started)
+    return bool(totals.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
