@@ -129,7 +129,7 @@ class HttpServer:
         self.stopping = False
         self.sweeps = 0  # the clock of all timeouts here: counting is cheaper than asking for the time
         self.connections: set[_Connection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.busy: set[_Connection] = set()  # those with a request that is not answered yet
         self.date_header = b""
         self._clock = clock
         self._quiet = asyncio.Event()
@@ -157,8 +157,8 @@ class HttpServer:
         self._sweep_handle = loop.call_later(SWEEP_SECONDS, self._sweep, loop)
 
     def gone(self) -> None:
-        """A connection or a task has ended."""
-        if self.stopping and not self.connections and not self.tasks:
+        """A connection has ended, or has no request left to answer."""
+        if self.stopping and not self.connections and not self.busy:
             self._quiet.set()
 
     async def close(self, drain_ms: int = 0) -> None:
@@ -172,8 +172,8 @@ class HttpServer:
         await self._quiet_within(drain_ms / 1_000)
         for connection in list(self.connections):
             connection.abort()
-        for task in list(self.tasks):
-            task.cancel()
+        for connection in list(self.busy):
+            connection.give_up()
         self.gone()
         await self._quiet_within(1.0)
         if self._sweep_handle is not None:
@@ -199,7 +199,11 @@ class _Connection(asyncio.Protocol):
         self._parser: httptools.HttpRequestParser | None = None
         self._client = ""
         self._since = server.sweeps  # when what it is doing now began
+        # One task for the life of the connection, which sleeps between requests: a new one for each would
+        # cost more than parsing it.
         self._task: asyncio.Task[None] | None = None
+        self._more: asyncio.Future[None] | None = None
+        self._busy = False
         self._waiting: deque[Request | Response] = deque()
         self._reading_paused = False
         self._writing_paused: asyncio.Future[None] | None = None
@@ -234,6 +238,8 @@ class _Connection(asyncio.Protocol):
         self._parser = None  # the two refer to each other
         self._waiting.clear()
         self._resume_writer()
+        if not self._busy:
+            self.give_up()
         self._server.connections.discard(self)
         self._server.gone()
 
@@ -265,7 +271,7 @@ class _Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         # A client may close its sending half and still wait for its answers (but TLS has no halves).
-        if self._task is None or self._transport is None or not self._transport.can_write_eof():
+        if not self._busy or self._transport is None or not self._transport.can_write_eof():
             return False
         self._ended = True
         return True
@@ -371,7 +377,7 @@ class _Connection(asyncio.Protocol):
 
     def _pay_continue(self) -> None:
         """Say that the body may come, once all earlier requests are answered."""
-        if self._owes_continue and self._task is None and self._transport is not None:
+        if self._owes_continue and not self._busy and self._transport is not None:
             self._owes_continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -379,32 +385,45 @@ class _Connection(asyncio.Protocol):
 
     def _enqueue(self, item: Request | Response) -> None:
         self._waiting.append(item)
+        if self._busy:
+            return
+        self._busy = True
+        self._server.busy.add(self)
         if self._task is None:
-            self._task = self._loop.create_task(self._answer_waiting())
-            self._server.tasks.add(self._task)
+            self._task = self._loop.create_task(self._answer())
+        elif self._more is not None:
+            self._more.set_result(None)
+
+    async def _answer(self) -> None:
+        while True:
+            try:
+                await self._answer_waiting()
+            finally:
+                self._between_requests()
+            if self._transport is None:
+                return
+            self._more = self._loop.create_future()
+            await self._more
 
     async def _answer_waiting(self) -> None:
-        try:
-            while self._waiting:
-                item = self._waiting.popleft()
-                if isinstance(item, Response):
-                    self._write(item, keep_alive=False, head_only=False)
-                    self._linger()
-                    return
-                response = await self._handled(item)
-                is_last = not item.keep_alive or (self._ended and not self._waiting)
-                keep_alive = not is_last and not self._server.stopping
-                self._write(response, keep_alive=keep_alive, head_only=item.method == "HEAD")
-                if is_last:
-                    self._close()
-                    return
-                if not keep_alive:
-                    self._linger()
-                    return
-                if self._writing_paused is not None:
-                    await self._writing_paused
-        finally:
-            self._between_requests()
+        while self._waiting:
+            item = self._waiting.popleft()
+            if isinstance(item, Response):
+                self._write(item, keep_alive=False, head_only=False)
+                self._linger()
+                return
+            response = await self._handled(item)
+            is_last = not item.keep_alive or (self._ended and not self._waiting)
+            keep_alive = not is_last and not self._server.stopping
+            self._write(response, keep_alive=keep_alive, head_only=item.method == "HEAD")
+            if is_last:
+                self._close()
+                return
+            if not keep_alive:
+                self._linger()
+                return
+            if self._writing_paused is not None:
+                await self._writing_paused
 
     async def _handled(self, request: Request) -> Response:
         try:
@@ -414,9 +433,8 @@ class _Connection(asyncio.Protocol):
             return problem_response(500, "internal", "internal error; the server's log says more")
 
     def _between_requests(self) -> None:
-        if self._task is not None:
-            self._server.tasks.discard(self._task)
-            self._task = None
+        self._busy = False
+        self._server.busy.discard(self)
         self._since = self._server.sweeps
         self._pay_continue()
         if self._reading_paused and self._transport is not None and not self._transport.is_closing():
@@ -463,14 +481,19 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def give_up(self) -> None:
+        """Nothing more will be answered here."""
+        if self._task is not None:
+            self._task.cancel()
+
     def stop(self) -> None:
         """The server stops: what is idle goes now, what is busy after its answer."""
-        if self._task is None and not self._receiving:
+        if not self._busy and not self._receiving:
             self._close()
 
     def sweep(self) -> None:
         idle_sweeps = self._server.sweeps - self._since
-        if self._task is not None:
+        if self._busy:
             if self._writing_paused is not None and idle_sweeps > self._server.idle_sweeps_max:
                 self.abort()  # it asks, but does not read
         elif self._discarding:

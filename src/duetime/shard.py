@@ -143,6 +143,7 @@ class Shard:
         self.sending: dict[TimerKey, int] = {}  # deliveries under way
         self.stalled: list[Entry] = []  # due, but waiting for the end of a recovery
         self._yard = yard
+        self._loop = asyncio.get_running_loop()  # asking for it costs a system call each time
         self._counter = 0
         self._alone: dict[TimerKey, asyncio.Future[None]] = {}
         self._touched: dict[TimerKey, Timer | None] | None = None  # decided while a page load is under way
@@ -194,7 +195,7 @@ class Shard:
             replaced = before.put is not None
         elif key in self.entries:
             replaced = True
-        future: asyncio.Future[tuple[Timer | None, bool]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[tuple[Timer | None, bool]] = self._loop.create_future()
         self._admit(key, Op(put, reached, [Waiter(future, put, replaced)], self._yard.boot_ms()))
         return future
 
@@ -220,7 +221,7 @@ class Shard:
         """Serialises those who must read a timer before they write it. Meanwhile it does not start to fire."""
         while (turn := self._alone.get(key)) is not None:
             await turn
-        turn = self._alone[key] = asyncio.get_running_loop().create_future()
+        turn = self._alone[key] = self._loop.create_future()
         try:
             yield
         finally:
@@ -368,7 +369,7 @@ class Shard:
         old = self.entries.pop(key, None)
         if old is not None:
             self._forget(old)
-        if timer is not None and timer.position <= self.horizon:
+        if timer is not None and timer.execute_at_ms <= self.horizon.execute_at_ms and timer.position <= self.horizon:
             self._place(key, timer)
 
     def _place(self, key: TimerKey, timer: Timer) -> None:

@@ -80,6 +80,7 @@ _ISO = re.compile(
 )
 
 
+@lru_cache(maxsize=1_024)  # few different ones come by the thousand
 def parse_duration(text: str) -> int:
     """ "250ms", "90s", "1h30m", "2d", or ISO 8601 such as "PT1H30M", in milliseconds, rounded *up*.
 

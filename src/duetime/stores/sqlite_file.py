@@ -190,7 +190,7 @@ def connect(path: str, *pragmas: str) -> apsw.Connection:
 
 def _open(path: str, flags: int) -> apsw.Connection:
     # The cache holds every statement text of the store: a handful, times the chunk sizes.
-    db = apsw.Connection(path, flags=flags, statementcachesize=128)
+    db = apsw.Connection(path, flags=flags, statementcachesize=320)
     db.set_busy_timeout(BUSY_TIMEOUT_MS)
     return db
 

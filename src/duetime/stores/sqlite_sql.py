@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 LIST_ROWS_MAX = 20_000  # rows one call of list_timers looks at
 LIST_PAGE_MAX = 256
-CHUNK_ROWS_MAX = 256  # apsw caches no statement of more than 16 KiB of text
+CHUNK_ROWS_MAX = 128  # apsw caches no statement of more than 16 KiB of text
 
 # --- SQL -----------------------------------------------------------------------------------------
 
@@ -67,10 +67,10 @@ def _insert(row_type: int, rows: int) -> str:
     return f"INSERT OR ROLLBACK INTO timers (row_type, row_format, {columns}) VALUES {values}{conflict}"  # noqa: S608
 
 
-# Sizes are powers of two, so that there are few texts and all of them stay prepared.
+# One text for every number of rows up to the most, so that a commit of any size is one or two steps, and all
+# of them stay prepared.
 INSERTS = {
-    row_type: {1 << power: _insert(row_type, 1 << power) for power in range(CHUNK_ROWS_MAX.bit_length())}
-    for row_type in (2, 3)
+    row_type: [_insert(row_type, rows) for rows in range(CHUNK_ROWS_MAX + 1)] for row_type in (2, 3)
 }
 
 # The fences of the shards ?1, and which of the keys ?2 are stored: all a commit has to know, in one step.
@@ -408,7 +408,7 @@ def _committed(batches: Sequence[Batch], stored: list[int]) -> list[Committed | 
 def insert_rows(db: apsw.Connection, row_type: int, rows: list[tuple[Any, ...]]) -> None:
     first, texts = 0, INSERTS[row_type]
     while first < len(rows):
-        count = min(CHUNK_ROWS_MAX, 1 << (len(rows) - first).bit_length() - 1)
+        count = min(CHUNK_ROWS_MAX, len(rows) - first)
         db.execute(texts[count], [value for row in rows[first : first + count] for value in row])
         first += count
 
