@@ -386,9 +386,7 @@ def main() -> None:
             say(f"  bare inserts by batch: {result['bare_insert']}, createMany {result['create_many_per_second']}")
             best = max(run["per_second"] for key, run in result["creates"].items() if key.startswith("conn"))
             result["creates_of_bare"] = round(best / result["bare_insert"][str(mean)], 2)
-            result["create_many_of_bare"] = round(
-                result["create_many_per_second"] / result["bare_insert"]["1000"], 2
-            )
+            result["create_many_of_bare"] = round(result["create_many_per_second"] / result["bare_insert"]["1000"], 2)
             say(f"  of the bare insert at the same batch size ({mean}): {result['creates_of_bare']:.0%}")
         if "fires" in wanted:
             say("fires")

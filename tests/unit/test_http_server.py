@@ -334,7 +334,7 @@ async def test_a_client_that_only_closed_its_sending_half_gets_its_answer() -> N
     async with serving(handler) as server, connected(server) as (reader, writer):
         writer.write(post())
         writer.write_eof()
-        while not server.tasks:
+        while not server.busy:
             await asyncio.sleep(0)
         go_on.set()
         assert (await read_answer(reader))[2] == b"late"
@@ -437,7 +437,7 @@ async def test_closing_does_not_wait_longer_than_told() -> None:
         await started.wait()
         await asyncio.wait_for(server.close(10), 10)
         assert not server.connections
-        assert not server.tasks
+        assert not server.busy
 
 
 SCENARIOS = [

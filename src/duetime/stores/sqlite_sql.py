@@ -69,9 +69,7 @@ def _insert(row_type: int, rows: int) -> str:
 
 # One text for every number of rows up to the most, so that a commit of any size is one or two steps, and all
 # of them stay prepared.
-INSERTS = {
-    row_type: [_insert(row_type, rows) for rows in range(CHUNK_ROWS_MAX + 1)] for row_type in (2, 3)
-}
+INSERTS = {row_type: [_insert(row_type, rows) for rows in range(CHUNK_ROWS_MAX + 1)] for row_type in (2, 3)}
 
 # The fences of the shards ?1, and which of the keys ?2 are stored: all a commit has to know, in one step.
 _CHECK = """
