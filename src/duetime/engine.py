@@ -200,8 +200,11 @@ class Engine:
     async def balance(self) -> None:
         """Claim what should be mine and is free, release what should be another's."""
         async with self._balancing:
-            self._balanced_at_ms = self._clock.boot_ms()
+            asked_at_ms = self._balanced_at_ms = self._clock.boot_ms()
             self.rows = {row.shard_id: row for row in await self._store.shards()}
+            if not self._store.capabilities.exclusive:
+                # Members after shards, never before: an owner that joined in between would look dead.
+                await self.membership.observe()
             if self.stopping or not self.membership.may_fire():
                 return  # nothing is claimed before this instance is fully alive
             alive = self.membership.alive
@@ -212,7 +215,8 @@ class Engine:
                 is_mine = rendezvous(row.shard_id, list(alive)) == self.membership.instance_id
                 shard = self.shards.get(row.shard_id)
                 if shard is not None:
-                    if row.fence.version > shard.fence.version and not shard.recovering:
+                    # Another has it, or a failover of the database has forgotten that we do.
+                    if row.fence != shard.fence and shard.fenced_at_ms < asked_at_ms and not shard.recovering:
                         self._lost(shard)
                     elif not is_mine and not shard.closing:
                         unwanted.append(shard)

@@ -130,7 +130,7 @@ class Shard:
     def __init__(self, row: ShardRow, yard: Yard) -> None:
         self.shard_id = row.shard_id
         self.fence: Fence = row.fence
-        self.claimed_at_ms = row.claimed_at_ms
+        self.fenced_at_ms = yard.boot_ms()  # when this fence was learnt
         self.low_water = row.low_water
         self.horizon = row.low_water
         self.entries: dict[TimerKey, Entry] = {}
@@ -316,6 +316,7 @@ class Shard:
     def recovered(self, row: ShardRow, found: dict[TimerKey, Found]) -> None:
         """After an unknown outcome: the shard was claimed again, so what `found` says is final."""
         self.fence = row.fence
+        self.fenced_at_ms = self._yard.boot_ms()
         self.low_water = row.low_water
         self._counter = 0
         self.recovering = False

@@ -1,27 +1,39 @@
-"""Each known way to be wrong is caught within the number of seeds it states, all other rules in place."""
+"""Each known way to be wrong is caught within the number of seeds it states, all other rules in place.
+
+A seed counts only if the same story ends well without the mutant.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
 from duetime.testing.mutants import MUTANTS, Mutant
-from duetime.testing.sim import Livelock, simulate
+from duetime.testing.sim import Livelock, Scenario, simulate
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_is_caught(mutant: Mutant) -> None:
+@pytest.fixture(autouse=True)
+def _silence() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
-    try:
+    yield
+    logging.disable(logging.NOTSET)
+
+
+# The nonce matters only after a failover that lost commits: test_failover.py has its story.
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name != "no-nonce"], ids=lambda mutant: mutant.name)
+def test_a_mutant_is_caught(mutant: Mutant) -> None:
+    for seed in range(mutant.seeds):
         with mutant.applied():
-            assert any(_is_caught(seed) for seed in range(mutant.seeds)), f"{mutant.name} survives: {mutant.wrong}"
-    finally:
-        logging.disable(logging.NOTSET)
+            wrong = _goes_wrong(seed, mutant.scenario)
+        if wrong and not _goes_wrong(seed, mutant.scenario):
+            return
+    pytest.fail(f"{mutant.name} survives {mutant.seeds} seeds: {mutant.wrong}")
 
 
-def _is_caught(seed: int) -> bool:
+def _goes_wrong(seed: int, scenario: Scenario) -> bool:
     try:
-        return bool(simulate(seed).violations)
+        return bool(simulate(seed, scenario).violations)
     except Livelock:
         return True

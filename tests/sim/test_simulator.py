@@ -32,6 +32,7 @@ def test_every_kind_of_fault_happens() -> None:
         "answer lost",
         "store call failed",
         "store call slow",
+        "store answer slow",
         "store answer lost, applied before",
         "store answer lost, applied after",
         "store answer lost, applied never",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
-from typing import Self, TypeVar
+from copy import deepcopy
+from typing import Any, Self, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -55,6 +56,13 @@ class MemoryStore:
 
     async def close(self) -> None:
         pass
+
+    def snapshot(self) -> object:
+        """Everything, as it is now: for tests that let a database fall back behind what it acknowledged."""
+        return deepcopy((self._members, self._namespaces, self._shards))
+
+    def restore(self, snapshot: object) -> None:
+        self._members, self._namespaces, self._shards = cast(Any, deepcopy(snapshot))
 
     # -- members
 

@@ -72,8 +72,18 @@ class Violation(Struct, frozen=True):
         return f"[{self.invariant}] {self.timer}: {self.what}\n{self.story}"
 
 
-def judge(wishes: Iterable[Wish], callbacks: Sequence[Callback], *, clock_error_ms: int = 0) -> list[Violation]:
-    """Everything that should not have been, timer by timer. `clock_error_ms`: how far a sender's clock may be off."""
+def judge(
+    wishes: Iterable[Wish],
+    callbacks: Sequence[Callback],
+    *,
+    clock_error_ms: int = 0,
+    versions_forgotten_ms: Sequence[int] = (),
+) -> list[Violation]:
+    """Everything that should not have been, timer by timer.
+
+    `clock_error_ms`: how far a sender's clock may be off. `versions_forgotten_ms`: when the database fell back
+    behind what it had acknowledged, so that versions were given out again.
+    """
     by_timer: dict[str, list[Wish]] = defaultdict(list)
     for wish in wishes:
         by_timer[wish.timer].append(wish)
@@ -86,13 +96,16 @@ def judge(wishes: Iterable[Wish], callbacks: Sequence[Callback], *, clock_error_
         seen = sorted(calls[timer], key=lambda call: call.seen_at_ms)
         for invariant, what in _wrongs(history, seen, clock_error_ms):
             violations.append(Violation(invariant, timer, what, _story(history, seen)))
-    return violations + _two_owners(callbacks)
+    return violations + _two_owners(callbacks, sorted(versions_forgotten_ms))
 
 
-def _two_owners(callbacks: Sequence[Callback]) -> list[Violation]:
+def _two_owners(callbacks: Sequence[Callback], forgotten_ms: list[int]) -> list[Violation]:
     violations: list[Violation] = []
     last: dict[str, tuple[int, Callback]] = {}
     for call in sorted(callbacks, key=lambda call: call.started_at_ms):
+        while forgotten_ms and forgotten_ms[0] <= call.started_at_ms:
+            del forgotten_ms[0]
+            last.clear()
         shard, _, version_text = call.fence.partition(".")
         if not version_text:
             continue

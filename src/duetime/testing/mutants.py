@@ -19,7 +19,7 @@ from duetime.firing import FireLoop, Firing
 from duetime.membership import Membership
 from duetime.shard import Entry, Phase, Shard, end_of
 from duetime.stores.memory import MemoryStore
-from duetime.testing.sim import SimStore
+from duetime.testing.sim import FAILOVERS, Scenario, SimStore
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -28,7 +28,8 @@ class Mutant(Struct, frozen=True):
     name: str
     wrong: str  # what it does not do
     patches: tuple[tuple[type, str, Callable[..., Any]], ...]
-    seeds: int = 200  # within so many it is caught
+    seeds: int = 100  # within so many it is caught
+    scenario: Scenario = Scenario()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -62,7 +63,7 @@ async def _checked_then_written(self: SimStore, name: str, inner: Any, args: Any
         return await inner(*args)
     database = self._world.database
     lost = [isinstance(database._owned(batch.fence), ShardLost) for batch in args[0]]
-    await asyncio.sleep(self._world.rng.uniform(0.001, 0.3))
+    await asyncio.sleep(self._world.rng.choice((0.01, 0.3, 5.0)))
     results = []
     for batch, is_lost in zip(args[0], lost, strict=True):
         right, MemoryStore._owned = MemoryStore._owned, _owned_by_anybody  # type: ignore[method-assign]
@@ -91,8 +92,8 @@ def _settle_whatever_is_there(self: Shard, entry: Entry, settlement: Any) -> boo
 
 def _load_ended_too_far(self: Shard, page: Any, until_ms: int) -> None:
     _right_load_ended(self, page, until_ms)
-    if page is not None and page.next is None and not self.dropped:
-        self.horizon = end_of(until_ms + 1)
+    if page is not None and not self.dropped:
+        self.horizon = end_of(self.horizon.execute_at_ms)
 
 
 _right_load_ended = Shard.load_ended
@@ -165,6 +166,7 @@ MUTANTS = (
         "no-nonce",
         "the store compares versions only",
         ((MemoryStore, "_owned", _owned_by_version),),
+        scenario=FAILOVERS,
     ),
     Mutant(
         "no-lease",
@@ -178,7 +180,7 @@ MUTANTS = (
     ),
     Mutant(
         "horizon-off-by-one",
-        "the horizon is a millisecond further than what was loaded",
+        "the horizon is at the end of the last millisecond that was loaded in part",
         ((Shard, "load_ended", _load_ended_too_far),),
     ),
     Mutant(

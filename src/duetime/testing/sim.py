@@ -37,7 +37,7 @@ from duetime.telemetry import Telemetry
 from duetime.testing.checker import Callback, Kind, Result, Violation, Wish, judge
 from duetime.testing.virtual import START_WALL_MS, Deadlock, VirtualClock, VirtualLoop
 
-__all__ = ["Run", "Scenario", "simulate"]
+__all__ = ["FAILOVERS", "Run", "Scenario", "simulate"]
 
 T = TypeVar("T")
 
@@ -53,8 +53,9 @@ class Scenario(Struct, frozen=True, kw_only=True):
     instances: int = 3
     clients: int = 4
     timers: int = 40  # the ids that clients fight over
+    burst_timers: int = 120
     stormy_seconds: float = 25.0
-    num_shards: int = 4
+    num_shards: tuple[int, ...] = (1, 4, 4)  # one of these
     slow_store: float = 0.05  # per call
     failed_store: float = 0.02
     unknown_store: float = 0.02  # half of them applied, some of those late
@@ -64,6 +65,11 @@ class Scenario(Struct, frozen=True, kw_only=True):
     departures: float = 0.04
     lost_requests: float = 0.03  # per request of a client
     slow_connects: float = 0.1  # per delivery
+    failovers: float = 0.0  # per second: the database falls back to what it was a moment ago
+    bursts: float = 0.1  # per second: many timers of one instant
+
+
+FAILOVERS = Scenario(failovers=0.15)
 
 
 class Run(Struct):
@@ -195,14 +201,19 @@ class SimStore:
             await self._lose_answer(inner, args, answer)
             return
         dice -= scenario.unknown_store
-        if dice < scenario.slow_store:
-            world.fault("store call slow")
+        slow = dice < scenario.slow_store
+        late = slow and rng.random() < 0.5
+        if slow:
+            world.fault("store answer slow" if late else "store call slow")
+        if slow and not late:
             await asyncio.sleep(rng.uniform(0.1, 2.0))
         try:
             result: Any = await self.perform(name, inner, args)
         except DuetimeError as error:
             result = error
-        if rng.random() < 0.5:
+        if late:
+            await asyncio.sleep(rng.uniform(0.1, 2.0))  # what it says is old by now
+        elif rng.random() < 0.5:
             await asyncio.sleep(rng.uniform(0.0002, 0.002))
         _answer(answer, result)
 
@@ -343,12 +354,13 @@ class World:
         self.seed = seed
         self.scenario = scenario
         self.rng = random.Random(seed)
+        self.num_shards = self.rng.choice(scenario.num_shards)
         self.loop = SimLoop(random.Random(self.rng.getrandbits(64)))
         self.database = MemoryStore(cast(Clock, VirtualClock(self.loop)))
         self.config = load_config(
             environ={},
             flags={
-                "namespaces.default_num_shards": scenario.num_shards,
+                "namespaces.default_num_shards": self.num_shards,
                 "delivery.breaker_pause_max": "4s",
                 "engine.look_ahead": f"{self.rng.choice((2, 10, 60))}s",
                 "engine.timers_in_memory_max": 1_000,
@@ -361,6 +373,7 @@ class World:
         self.faults: Counter[str] = Counter()
         self.history: list[str] = []
         self.restless = False
+        self.failovers: list[tuple[int, int]] = []  # from when to when what was acknowledged may be lost
         self._born = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -424,6 +437,7 @@ class World:
                 ("freeze", scenario.freezes),
                 ("jump", scenario.jumps),
                 ("departure", scenario.departures),
+                ("failover", scenario.failovers),
             ):
                 if rng.random() < per_second * 0.1 and self.instances:
                     self.happen(kind, rng.choice(list(self.instances.values())))
@@ -442,9 +456,20 @@ class World:
             victim.clock.offset_ms = rng.choice((-60_000, -700, -300, 300, 700, 3_600_000))
             self.tell(f"jump {victim.name} {victim.clock.offset_ms}")
             self.outside(self.later(rng.uniform(0.5, 5.0), lambda: setattr(victim.clock, "offset_ms", 0)))
+        elif kind == "failover":
+            self.outside(self.fail_over())
         elif victim.up:
             self.outside(self.depart(victim))
             self.outside(self.later(rng.uniform(0.1, 3.0), self.launch))
+
+    async def fail_over(self) -> None:
+        """The database comes back as it was a moment ago: what it acknowledged since is gone, claims too."""
+        since_ms = self.now_ms()
+        before = self.database.snapshot()
+        await asyncio.sleep(self.rng.uniform(0.05, 1.0))
+        self.database.restore(before)
+        self.failovers.append((since_ms, self.now_ms()))
+        self.tell("failed over")
 
     async def later(self, seconds: float, act: Callable[[], object]) -> None:
         await asyncio.sleep(seconds)
@@ -459,6 +484,7 @@ class World:
         await asyncio.sleep(1)
         self.stormy = True
         clients = [self.outside(SimClient(self, f"c{n}").work()) for n in range(self.scenario.clients)]
+        clients.append(self.outside(SimClient(self, "burst").burst()))
         storm = self.outside(self.faults_happen())
         await asyncio.sleep(self.scenario.stormy_seconds)
         self.stormy = False
@@ -475,7 +501,7 @@ class World:
         while len(self.instances) < self.scenario.instances:
             self.launch()
         self.tell("calm")
-        everything = ListQuery(namespace="default", num_shards=self.scenario.num_shards, limit=1)
+        everything = ListQuery(namespace="default", num_shards=self.num_shards, limit=1)
         for _ in range(600):
             await asyncio.sleep(1)
             found = await self.database.list_timers(everything)
@@ -519,6 +545,18 @@ class SimClient:
                 host = rng.choices(("ok", "slow", "dead", "flapping"), (6, 1, 1, 2))[0]
                 await self.put(timer, f"http://{host}", rng.choice((rng.randint(-500, 3_000), rng.randint(0, 20_000))))
 
+    async def burst(self) -> None:
+        """Now and then more timers of one instant than fit a page."""
+        rng, world = self.world.rng, self.world
+        number = 0
+        while world.stormy:
+            await asyncio.sleep(rng.expovariate(world.scenario.bursts))
+            number += 1
+            delay_ms = rng.randint(3_000, 8_000)
+            await asyncio.gather(
+                *(self.put(f"burst{number}-{n}", "http://ok", delay_ms) for n in range(world.scenario.burst_timers))
+            )
+
     async def put(self, timer: str, url: str, delay_ms: int, *, update: bool = False) -> None:
         world = self.world
         self.values += 1
@@ -551,6 +589,8 @@ class SimClient:
             result = await self._ask_one(rng.choice(up), call)
             if result is not None:
                 return result
+            if world.stormy and rng.random() < 0.2:
+                return Result.FAIL  # takes the server at its word
             await asyncio.sleep(rng.uniform(0.01, 0.3))
         return Result.FAIL
 
@@ -600,8 +640,14 @@ def simulate(seed: int, scenario: Scenario | None = None) -> Run:
     finally:
         world.loop.clear_up()
         asyncio.set_event_loop(None)
-    violations = judge(world.wishes, world.callbacks, clock_error_ms=world.config.engine.clock_skew_max.ms)
-    if world.restless:
+    violations = judge(
+        _with_loss(world),
+        world.callbacks,
+        clock_error_ms=world.config.engine.clock_skew_max.ms,
+        versions_forgotten_ms=[until for _, until in world.failovers],
+    )
+    # A row that a failover brought back waits for the next claim: part of the documented loss.
+    if world.restless and not world.failovers:
         violations.append(Violation("F", "-", "timers are still scheduled ten minutes after the last fault", ""))
     violations += _late(world)
     return Run(
@@ -614,6 +660,17 @@ def simulate(seed: int, scenario: Scenario | None = None) -> Run:
         digest=blake2b("\n".join(world.history).encode(), digest_size=16).hexdigest(),
         history=world.history,
     )
+
+
+def _with_loss(world: World) -> list[Wish]:
+    """What was acknowledged while the database was about to forget it counts as unknown: the documented loss."""
+    return [
+        msgspec.structs.replace(wish, result=Result.INFO)
+        if wish.result is Result.OK
+        and any(since <= wish.told_at_ms and wish.asked_at_ms <= until for since, until in world.failovers)
+        else wish
+        for wish in world.wishes
+    ]
 
 
 def _late(world: World) -> list[Violation]:

@@ -1,0 +1,46 @@
+"""Case 6: a database that falls back behind what it acknowledged. The nonce tells two claims of one version apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from duetime.errors import ShardLost
+from duetime.store import Batch, Claim, Committed
+from duetime.stores.memory import MemoryStore
+from duetime.testing import make_timer
+from duetime.testing.mutants import MUTANTS
+
+
+async def _late_commit_of_a_forgotten_owner() -> Committed | ShardLost:
+    """A claims, the database forgets it, B claims the same version; then A's commit arrives."""
+    store = MemoryStore()
+    await store.ensure_shards(1)
+    before = store.snapshot()
+    [mine] = await store.claim([Claim(0, 0, 11, "a", "", 0)])
+    store.restore(before)
+    [theirs] = await store.claim([Claim(0, 0, 22, "b", "", 0)])
+    assert mine.version == theirs.version
+    [result] = await store.commit([Batch(mine.fence, puts=[make_timer()])])
+    return result
+
+
+async def test_case_6_the_commit_of_a_forgotten_owner_is_refused() -> None:
+    assert isinstance(await _late_commit_of_a_forgotten_owner(), ShardLost)
+
+
+async def test_case_6_without_the_nonce_it_would_be_applied() -> None:
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == "no-nonce"]
+    with mutant.applied():
+        result = await _late_commit_of_a_forgotten_owner()
+    assert isinstance(result, Committed), "the mutant does not mutate"
+
+
+@pytest.mark.parametrize("owner", ["a", "b"])
+async def test_case_6_after_a_failover_the_store_knows_only_one_owner(owner: str) -> None:
+    store = MemoryStore()
+    await store.ensure_shards(1)
+    before = store.snapshot()
+    await store.claim([Claim(0, 0, 11, "a", "", 0)])
+    store.restore(before)
+    [row] = await store.claim([Claim(0, 0, 22, owner, "", 0)])
+    assert (row.owner_id, row.nonce) == (owner, 22)
