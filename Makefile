@@ -23,7 +23,7 @@ demo: $(RUN_READY) ## watch timers fire on a temporary server
 serve: $(RUN_READY) ## run a server on ./duetime.db at http://127.0.0.1:8463
 	@$(BIN)/duetime serve
 
-test: check ## set up and pass all tests: check, unit, docs, conformance, end to end
+test: check ## set up and pass all tests: check, unit, docs, conformance, simulation, end to end
 	$(BIN)/python -m pytest $(TESTS)
 
 check: $(DEV_READY) ## lint, format, strict types, layers

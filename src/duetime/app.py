@@ -15,7 +15,7 @@ from duetime.config import Config
 from duetime.deliveries.webhook import Webhook
 from duetime.delivery import Deliverer, Router
 from duetime.engine import Engine
-from duetime.errors import DuetimeError, SetupError
+from duetime.errors import SetupError
 from duetime.http_server import HttpServer, serve_http
 from duetime.service import Service
 from duetime.store import Store, open_store
@@ -90,21 +90,13 @@ class App:
         self._server = self._engine = self._deliverer = self._store = None
 
 
-# Exit codes as the command line documents them.
-_FAILED, _WRONG_SETUP = 1, 2
-
-
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once. Answers the exit code."""
     set_up_logging(config.log.level, config.log.format)
     # The writer thread must not wait 5 ms for the event loop to hand it the interpreter after each statement.
     sys.setswitchinterval(0.0005)
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(config))
-    except DuetimeError as error:
-        log.error("%s", error)
-        return _WRONG_SETUP if isinstance(error, SetupError) else _FAILED
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config))
 
 
 async def _serve(config: Config) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from duetime.clock import Clock
 from duetime.config import Config
 from duetime.delivery import Deliverer
-from duetime.errors import DuetimeError, MemberDead, NotOwner, NotReady, OutcomeUnknown, ShardLost, StoreError
+from duetime.errors import DuetimeError, MemberDead, NotOwner, OutcomeUnknown, ShardLost, StoreError
 from duetime.firing import FireLoop
 from duetime.horizon import Horizon
 from duetime.lane import Lane, Lookup
@@ -24,7 +24,7 @@ from duetime.model import Namespace, TimerKey
 from duetime.namespaces import Namespaces
 from duetime.shard import Entry, Shard
 from duetime.store import Claim, Fence, Found, ShardRow, Store
-from duetime.telemetry import Telemetry, log
+from duetime.telemetry import Telemetry, Trouble, log
 
 __all__ = ["Engine"]
 
@@ -73,6 +73,7 @@ class Engine:
         self.writes_waiting_max = config.engine.writes_waiting_max
         self.started = False
         self.stopping = False
+        self.broken = False
         self._config = config
         self._store = store
         self._clock = clock
@@ -91,6 +92,7 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._balancing = asyncio.Lock()
         self._releasing: set[int] = set()
+        self._recovery_trouble = Trouble("shards are not recovered yet", "shards are recovered")
         self._balanced_at_ms = 0
         self._namespaces_at_ms = 0
         self._wire_gauges()
@@ -150,18 +152,16 @@ class Engine:
             return "starting"
         if self.membership.is_skewed:
             return f"the clock is {self.membership.skew_ms} ms off the database's"
+        if self.broken:
+            return "a loop of the engine broke: the log says which; restart this instance"
+        if self._store.capabilities.exclusive and len(self.shards) < len(self.rows):
+            return f"{len(self.rows) - len(self.shards)} shards are not claimed yet"
         if not self.membership.may_fire():
-            return "the lease has run out: the store does not answer heartbeats"
+            return f"the lease has run out: {self.membership.trouble.reason or 'the store does not answer heartbeats'}"
         return None
 
-    def owner_of(self, shard_id: int) -> Shard:
-        """The shard, if it is ours and takes wishes."""
-        shard = self.shards.get(shard_id)
-        if shard is None or shard.closing:
-            if not self.started or self.stopping:
-                raise NotReady
-            raise NotOwner
-        return shard
+    def new_id(self) -> str:
+        return f"{self._rng.getrandbits(64):016x}"
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -171,7 +171,8 @@ class Engine:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("a loop of the engine broke: its lease will run out", exc_info=task.exception())
+            self.broken = True
+            log.critical("a loop of the engine broke; restart this instance", exc_info=task.exception())
 
     def _namespace_of(self, name: str) -> Namespace:
         """The namespace of a timer that is here; a plain one if its row is not to be found."""
@@ -205,14 +206,14 @@ class Engine:
             if not self._store.capabilities.exclusive:
                 # Members after shards, never before: an owner that joined in between would look dead.
                 await self.membership.observe()
-            if self.stopping or not self.membership.may_fire():
-                return  # nothing is claimed before this instance is fully alive
-            alive = self.membership.alive
+            alive, fit = self.membership.alive, self.membership.fit
+            if self.stopping or not self.membership.may_fire() or self.membership.instance_id not in alive:
+                return  # nothing is claimed before this instance is fully alive, nor once it is dead
             wanted: list[ShardRow] = []
             unwanted: list[Shard] = []
             orphaned: list[Fence] = []
             for row in self.rows.values():
-                is_mine = rendezvous(row.shard_id, list(alive)) == self.membership.instance_id
+                is_mine = rendezvous(row.shard_id, fit) == self.membership.instance_id
                 shard = self.shards.get(row.shard_id)
                 if shard is not None:
                     # Another has it, or a failover of the database has forgotten that we do.
@@ -307,13 +308,14 @@ class Engine:
                     return
                 found = await self._read(shard.shard_id, list(shard.committing))
             except StoreError as error:
-                log.warning("shard %d is not recovered yet: %s", shard.shard_id, error)
+                self._recovery_trouble.goes_on(error, self._clock.boot_ms())
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _RECOVERY_PAUSE_MAX_SECONDS)
                 continue
             if not shard.dropped:
                 self.rows[shard.shard_id] = row
                 shard.recovered(row, found)
+                self._recovery_trouble.is_over()
             return
 
     async def _read(self, shard_id: int, keys: list[TimerKey]) -> dict[TimerKey, Found]:
@@ -363,6 +365,7 @@ class Engine:
             for shard in list(self.shards.values()):
                 shard.expire(now_ms - self._config.engine.write_timeout.ms)
             self.fire_loop.flow.measure()
+            self.fire_loop.flow.resume()
             self.horizon.relieve()
             self.horizon.look()
             self.fire_loop.wake()
@@ -370,7 +373,9 @@ class Engine:
                 if not exclusive and now_ms - self._namespaces_at_ms > _NAMESPACES_EVERY_MS:
                     self._namespaces_at_ms = now_ms
                     await self.namespaces.refresh()
-                if not exclusive and now_ms - self._balanced_at_ms > _BALANCE_EVERY_MS:
+                # Alone, nothing moves; but what could not be claimed for want of a lease still has to be.
+                missing = len(self.shards) < len(self.rows)
+                if (missing or not exclusive) and now_ms - self._balanced_at_ms > _BALANCE_EVERY_MS:
                     await self.balance()
             except StoreError as error:
                 log.warning("could not look at the store: %s", error)
@@ -385,13 +390,15 @@ class Engine:
                 await self._purge(shard)
 
     async def _purge(self, shard: Shard) -> None:
+        fence = shard.fence
         try:
             while not (shard.dropped or shard.recovering):
-                removed = await self._store.purge_reached(shard.fence, self.membership.now_ms(), _PURGED_PER_CALL)
+                fence = shard.fence
+                removed = await self._store.purge_reached(fence, self.membership.now_ms(), _PURGED_PER_CALL)
                 if removed < _PURGED_PER_CALL:
                     return
         except ShardLost:
-            if not shard.recovering:  # a recovery changes the fence under our feet
+            if shard.fence is fence and not shard.recovering:  # a recovery changes the fence under our feet
                 self._lost(shard)
         except StoreError as error:
             log.warning("could not purge shard %d: %s", shard.shard_id, error)

@@ -107,13 +107,14 @@ class FireLoop:
         return list(self._armed)
 
     def oldest_due_ms(self, now_ms: int) -> int | None:
-        """How long the first timer that should have been fired has been waiting for it."""
+        """How long the first timer that should have been fired has been waiting for it, here or at its destination."""
         while self._heap and self._heap[0] not in self._armed:
             heapq.heappop(self._heap)
-        if not self._heap:
-            return None
-        late_by_ms = now_ms - (self._heap[0] >> _COUNTER_BITS)
-        return late_by_ms if late_by_ms > 0 else None
+        oldest_ms = self._heap[0] >> _COUNTER_BITS if self._heap else now_ms
+        for firing in self.flow.heads():
+            if firing.entry.phase is _QUEUED:
+                oldest_ms = min(oldest_ms, firing.entry.timer.execute_at_ms)
+        return now_ms - oldest_ms if oldest_ms < now_ms else None
 
     # --- the wake-up ------------------------------------------------------------------------------
 
@@ -147,7 +148,10 @@ class FireLoop:
                     break
                 entry = armed.pop(heapq.heappop(heap), None)
                 if entry is not None:
-                    self._fire(entry, now_ms)
+                    try:
+                        self._fire(entry, now_ms)
+                    except Exception as error:  # one timer that cannot even be queued must not stop the others
+                        self._broke(entry, error)
             heap = self._heap
             if heap:
                 self._wake_for(heap[0] >> _COUNTER_BITS)
@@ -163,6 +167,8 @@ class FireLoop:
 
     def _fire(self, entry: Entry, now_ms: int) -> None:
         shard, timer = entry.shard, entry.timer
+        if entry.phase is not Phase.ARMED:
+            return
         if shard.recovering:
             shard.stall(entry)
             return
@@ -176,6 +182,16 @@ class FireLoop:
                 return
         entry.phase = _QUEUED
         self.flow.submit(Firing(entry, self), self._deliverer.destination(timer.callback_url), timer.namespace)
+
+    def _broke(self, entry: Entry, error: Exception) -> None:
+        """It counts as an attempt that failed, or it would be forgotten until the next restart."""
+        timer = entry.timer
+        log.exception("firing of %s/%s broke", timer.namespace, timer.timer_id)
+        entry.phase = _QUEUED
+        try:
+            self._done(Firing(entry, self), Outcome(Contact.BROKEN, error=f"internal: {error!r}"))
+        except Exception:
+            log.exception("nor could that be settled")
 
     async def _deliver(self, firing: Firing) -> Outcome:
         entry = firing.entry
@@ -196,7 +212,8 @@ class FireLoop:
             return
         now_ms = self.membership.now_ms()
         if not firing.begun and not shard.begin(entry, now_ms, again=False):
-            return  # it could not be reached, and meanwhile is not wanted any more
+            shard.not_sent(entry, begun=False)  # it could not be reached, and does not count now; perhaps later
+            return
         settlement = settle(
             timer,
             outcome,

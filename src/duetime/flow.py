@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from math import inf
 from typing import Any, Generic, TypeVar
 
 from duetime.config import Delivery
@@ -46,7 +47,8 @@ class Destination(Generic[T]):
         self.starved = False  # waits for its turn at the total cap
         self.waker: asyncio.TimerHandle | None = None
         self.finished = 0  # calls since the last measurement
-        self.per_second = 0.0
+        self.measured = False
+        self.per_second = inf  # nobody is judged before a whole second was measured
         self.taken_back = 0  # items given back since its breaker closed
 
     def push(self, item: T, namespace: str) -> None:
@@ -116,10 +118,18 @@ class Flow(Generic[T]):
     def destinations(self) -> list[Destination[T]]:
         return list(self._destinations.values())
 
+    def heads(self) -> Iterator[T]:
+        """What has waited longest, of each queue."""
+        return (queue[0] for place in self._destinations.values() for queue in place.queues.values())
+
     def measure(self) -> None:
         """Once a second: how fast does each destination take what it is given?"""
         for place in self._destinations.values():
-            place.per_second = (place.per_second + place.finished) / 2
+            if place.per_second != inf:
+                place.per_second = (place.per_second + place.finished) / 2
+            elif place.measured:
+                place.per_second = place.finished
+            place.measured = True
             place.finished = 0
 
     def take_back(self, count: int) -> list[tuple[T, float]]:
@@ -200,12 +210,17 @@ class Flow(Generic[T]):
                 if place.waker is None:
                     place.waker = self._loop.call_at(at, self._woken, place)
                 return False
-        if self._is_full():
+        if self._is_full() and (place.in_flight or not self._has_spare()):
             if not place.starved:
                 place.starved = True
                 self._starved.append(place)
             return False
         return True
+
+    def _has_spare(self) -> bool:
+        """A destination that has no call under way gets one beyond the cap: all slots may be held by others
+        that hang, and it must not wait for their time-outs."""
+        return self.in_flight < 2 * self._config.concurrency_max and not self._congested()
 
     def _is_full(self) -> bool:
         return self.in_flight >= self._config.concurrency_max or self._congested()

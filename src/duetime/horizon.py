@@ -63,13 +63,19 @@ class Horizon:
             return
         tickets = sorted(self._fire_loop.armed_tickets())
         held = self._fire_loop.flow.waiting
-        keep = max(0, int(cap * _RELIEVED) - held)
+        half = self._half()
+        keep = max(0, half - held)
         if len(tickets) > keep:
             cutoff_ms = max(tickets[keep] >> 32, self._membership.now_ms() + _URGENT_MS)
             for shard in self._shards.values():
                 shard.shrink(cutoff_ms)
         if self.weight > cap:
-            self._fire_loop.park(held - int(cap * _RELIEVED))
+            self._fire_loop.park(held - half)
+
+    def _half(self) -> int:
+        """Half of the cap, as a number of timers of the weight they have on average."""
+        timers = sum(len(shard.entries) for shard in self._shards.values())
+        return int(self._config.timers_in_memory_max * _RELIEVED * timers / max(1, self.weight))
 
     # --- loading ----------------------------------------------------------------------------------
 
@@ -103,7 +109,7 @@ class Horizon:
             horizon_ms, shard_id = self._needy[0]
             urgent = horizon_ms < self._membership.now_ms() + _URGENT_MS
             if self.weight > (cap if urgent else cap * _ROOMY):
-                if urgent and self._fire_loop.flow.waiting > cap * _RELIEVED:
+                if urgent and self._fire_loop.flow.waiting > self._half():
                     self._fire_loop.park(self._page_timers)
                 return None  # asked again within a second, when there may be room
             heapq.heappop(self._needy)

@@ -217,7 +217,7 @@ class _Connection(asyncio.Protocol):
         self._fed_bytes = 0
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
+        self._body: bytes | bytearray = b""
         self._body_bytes = 0
         self._owes_continue = False
 
@@ -250,11 +250,13 @@ class _Connection(asyncio.Protocol):
                 self.abort()
             return
         assert self._parser is not None
-        went_on = self._receiving and self._in_head
+        arriving = self._headers if self._receiving else None
+        body_bytes = self._body_bytes
         try:
             self._parser.feed_data(data)
-            if went_on and self._in_head and self._receiving:
-                # The parser keeps an unfinished header to itself: what it was fed is all there is to count.
+            if self._headers is arriving and self._body_bytes == body_bytes:
+                # All of it is of the head, the trailers or a chunk's size. The parser keeps an unfinished header to
+                # itself: what it was fed is all there is to count.
                 self._fed_bytes += len(data)
                 if self._fed_bytes > HEAD_BYTES_MAX:
                     raise _head_too_large()
@@ -300,6 +302,10 @@ class _Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         self._head_bytes += len(name) + len(value) + 4
+        if not self._in_head:  # a trailer: nobody asks for one, and it must not pass for a header
+            if self._head_bytes > HEAD_BYTES_MAX:
+                raise _head_too_large()
+            return
         known = self._headers.get(name)
         self._headers[name] = value if known is None else known + b", " + value
 
@@ -316,13 +322,22 @@ class _Connection(asyncio.Protocol):
             raise self._body_too_large()
         if b"host" not in headers and self._parser.get_http_version() == "1.1":
             raise _Refused(400, "bad_request", "an HTTP/1.1 request must have a Host header")
+        if b"," in headers.get(b"host", b""):
+            raise _Refused(400, "bad_request", "a request must have one Host header, not several")
         if b"expect" in headers and headers[b"expect"].lower() == b"100-continue":
             self._owes_continue = True
             self._pay_continue()
 
     def on_body(self, data: bytes) -> None:
         self._owes_continue = False
-        self._body.append(data)
+        self._fed_bytes = 0
+        if not self._body:
+            self._body = data  # most come in one piece
+        else:
+            # Not a list of pieces: chunks of a byte or two would weigh twenty times what they hold.
+            if isinstance(self._body, bytes):
+                self._body = bytearray(self._body)
+            self._body += data
         self._body_bytes += len(data)
         if self._body_bytes > self._server.body_bytes_max:
             raise self._body_too_large()
@@ -335,13 +350,12 @@ class _Connection(asyncio.Protocol):
         path, _, query = self._url.partition(b"?")
         if path[:1] != b"/":
             path = _path_of(path)
-        body = self._body
         request = Request(
             parser.get_method().decode("latin-1"),
             path.decode("latin-1"),
             query=query.decode("latin-1"),
             headers=self._headers,
-            body=body[0] if len(body) == 1 else b"".join(body),
+            body=bytes(self._body),
             client=self._client,
             keep_alive=parser.should_keep_alive(),
         )
@@ -368,7 +382,7 @@ class _Connection(asyncio.Protocol):
         self._fed_bytes = 0
         self._url = b""
         self._headers = {}
-        self._body = []
+        self._body = b""
         self._body_bytes = 0
         self._owes_continue = False
 

@@ -15,7 +15,7 @@ from duetime.errors import StoreError, StoreUnavailable
 from duetime.model import TimerKey
 from duetime.shard import Shard
 from duetime.store import Batch, Committed, Found, Store
-from duetime.telemetry import Telemetry, log
+from duetime.telemetry import Telemetry, Trouble, log
 
 __all__ = ["Lane", "Lookup"]
 
@@ -48,6 +48,7 @@ class Lane:
         self._queued: set[Shard] = set()
         self._wake = asyncio.Event()
         self._low_water_at_ms: dict[int, int] = {}
+        self._trouble = Trouble("commits are not applied, and tried again", "commits are applied again")
 
     def written(self, shard: Shard) -> None:
         """The shard has Ops waiting."""
@@ -102,10 +103,10 @@ class Lane:
             results = await self._store.commit([batch for _, batch in taken])
         except StoreUnavailable as error:
             telemetry.commits.add("not_applied")
-            log.warning("commit not applied, trying again: %s", error)
+            self._trouble.goes_on(error, self._clock.boot_ms())
             for shard, _ in taken:
                 if not shard.dropped:
-                    shard.not_committed()
+                    shard.not_committed(str(error))
             return min(max(pause * 2, _PAUSE_FIRST_SECONDS), _PAUSE_MAX_SECONDS)
         except StoreError as error:
             telemetry.commits.add("unknown")
@@ -118,6 +119,7 @@ class Lane:
             self._all_unknown(taken)
             return _PAUSE_FIRST_SECONDS
         telemetry.commits.add("applied")
+        self._trouble.is_over()
         telemetry.commit_seconds.observe((self._clock.boot_ms() - started_ms) / 1_000)
         for (shard, batch), result in zip(taken, results, strict=True):
             if shard.dropped:

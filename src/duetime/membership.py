@@ -5,6 +5,8 @@
 - A member whose counter stood still for `dead_after` (more than L), by this observer's own boot clock, is
   marked dead, on condition of that counter: it has stopped firing before anybody may take over.
 - Dead never comes back: who learns that he is dead joins again under a new id.
+- A member whose clock is off counts in odd numbers. It is alive, so nobody takes its shards from it; but it
+  gives them away, and the others know that it will not claim any.
 - A wall clock that gains on boot time by a jump is believed only once the database's clock agrees.
 """
 
@@ -17,7 +19,7 @@ from duetime.config import EngineConfig
 from duetime.errors import MemberDead, OutcomeUnknown, StoreError
 from duetime.model import uuid_of
 from duetime.store import Member, Store
-from duetime.telemetry import Telemetry, log
+from duetime.telemetry import Telemetry, Trouble, log
 
 __all__ = ["Membership", "rendezvous"]
 
@@ -43,6 +45,7 @@ class Membership:
         self.address = address
         self.instance_id = ""
         self.skew_ms = 0
+        self.trouble = Trouble("heartbeats fail, and without them nothing is fired", "heartbeats succeed again")
         self.alive: dict[str, Member] = {}  # as last read, this instance included
         self._counter = 0
         self._lease_until_ms = _NEVER
@@ -83,6 +86,8 @@ class Membership:
         member = Member(self.instance_id, self.address, 0, True, self._clock.wall_ms())
         await self._store.join(member)
         await self.beat()
+        if self.is_skewed:
+            await self.beat()  # says so at once, or the others would make room
         if self._store.capabilities.exclusive:
             await self._bury_predecessors()
         await self.observe()
@@ -90,7 +95,7 @@ class Membership:
     async def beat(self) -> None:
         """One heartbeat. Raises MemberDead; any other failure just leaves the lease to run out."""
         started_ms = self._clock.boot_ms()
-        self._counter += 1
+        self._counter = (self._counter // 2 + 1) * 2 + self.is_skewed
         try:
             store_ms = await self._store.heartbeat(self.instance_id, self._counter)
         except MemberDead:
@@ -99,8 +104,9 @@ class Membership:
             raise
         except StoreError as error:
             self._telemetry.heartbeats.add("failed")
-            log.warning("heartbeat failed, %d ms of lease left: %s", self.lease_ms, error)
+            self.trouble.goes_on(error, self._clock.boot_ms())
             return
+        self.trouble.is_over()
         self._telemetry.heartbeats.add("ok")
         self._judge_clock(store_ms, started_ms)
         if self.is_skewed:
@@ -127,7 +133,7 @@ class Membership:
             self._wall_minus_boot_ms = wall_ms - boot_ms
 
     async def observe(self) -> bool:
-        """Read the members and bury the dead; True if the set of the living has changed."""
+        """Read the members and bury the dead; True if the living, or the fit among them, are not those of before."""
         members = {member.instance_id: member for member in await self._store.members()}
         # After the reading, not before: its counter may have been raised while we waited for the answer.
         boot_ms = self._clock.boot_ms()
@@ -148,9 +154,19 @@ class Membership:
             del self._seen[gone]
         for gone in self._dead_since_ms.keys() - members.keys():
             del self._dead_since_ms[gone]
-        before = set(self.alive)
+        before = set(self.alive), self.fit
         self.alive = {name: member for name, member in members.items() if member.alive}
-        return before != set(self.alive)
+        return before != (set(self.alive), self.fit)
+
+    @property
+    def fit(self) -> list[str]:
+        """Those of the living that may own shards."""
+        return [name for name, member in self.alive.items() if self._is_fit(member)]
+
+    def _is_fit(self, member: Member) -> bool:
+        if member.instance_id == self.instance_id:
+            return not self.is_skewed
+        return member.counter % 2 == 0
 
     async def leave(self) -> None:
         """Gone for good, and said so: nobody has to wait for it."""

@@ -324,6 +324,7 @@ class NamespaceSpec(Struct, frozen=True, kw_only=True):
 class Created(Struct, frozen=True, gc=False):
     view: TimerView
     replaced: bool
+    existed: bool = False  # `ifAbsent` found it: nothing was created
 
 
 class Updated(Struct, frozen=True, gc=False):
@@ -552,13 +553,13 @@ def _retry(
     retries = timer.attempts
     if policy.max_retries is not None and retries > policy.max_retries:
         return _ended(timer, namespace, Ending.FAILED, now_ms, error)
-    pause_ms = backoff_ms(policy, retries, jitter)
-    if retry_after_ms is not None:
-        pause_ms = max(pause_ms, min(retry_after_ms, RETRY_AFTER_MAX_MS))
-    execute_at_ms = now_ms + pause_ms
     first = timer.extras.first_attempt_at_ms
-    if first is not None and execute_at_ms - first > policy.max_duration_ms:
+    last_ms = (now_ms if first is None else first) + policy.max_duration_ms
+    earliest_ms = now_ms + min(retry_after_ms or 0, RETRY_AFTER_MAX_MS)
+    if now_ms >= last_ms or earliest_ms > last_ms:
         return _ended(timer, namespace, Ending.FAILED, now_ms, error)
+    # A pause that would pass the limit ends at it: the last attempt is made there, whatever the dice said.
+    execute_at_ms = max(earliest_ms, min(now_ms + backoff_ms(policy, retries, jitter), last_ms))
     return Settlement(rearmed=_with_error(armed_at(timer, execute_at_ms, occurrence_done=False), error))
 
 

@@ -20,7 +20,7 @@ import asyncio
 import enum
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, StoreUnavailable
 from duetime.model import BEFORE_ALL, Position, Reached, Settlement, Timer, TimerKey
@@ -141,6 +141,8 @@ class Shard:
         self.dropped = False
         self.loading = False
         self.sending: dict[TimerKey, int] = {}  # deliveries under way
+        self.trouble = ""  # why the last batch was not applied; empty: it was
+        self.taken: dict[str, asyncio.Future[Any]] = {}  # orders from other instances, by their id
         self.stalled: list[Entry] = []  # due, but waiting for the end of a recovery
         self._yard = yard
         self._loop = asyncio.get_running_loop()  # asking for it costs a system call each time
@@ -162,13 +164,14 @@ class Shard:
         entry = self.entries.get(key)
         return UNKNOWN if entry is None else entry.timer
 
-    def latest_reached(self, key: TimerKey) -> Reached | None:
-        """What an Op on its way records as this timer's end, if one is."""
-        for ops in (self.pending, self.committing):
-            op = ops.get(key)
-            if op is not None and op.reached:
-                return op.reached[-1]
-        return None
+    def undecided(self, key: TimerKey) -> asyncio.Future[tuple[Timer | None, bool]] | None:
+        """Done when what was admitted last about this timer is on disk, or is certainly not; None: nothing is."""
+        op = self.pending.get(key) or self.committing.get(key)
+        if op is None:
+            return None
+        future: asyncio.Future[tuple[Timer | None, bool]] = self._loop.create_future()
+        op.waiters.append(Waiter(future, op.put, True))
+        return future
 
     def is_sending(self, key: TimerKey) -> bool:
         """Is a delivery of this timer under way, of whatever generation?"""
@@ -220,7 +223,7 @@ class Shard:
     async def alone(self, key: TimerKey) -> AsyncIterator[None]:
         """Serialises those who must read a timer before they write it. Meanwhile it does not start to fire."""
         while (turn := self._alone.get(key)) is not None:
-            await turn
+            await asyncio.shield(turn)  # one who gives up waiting must not take the turn from the others
         turn = self._alone[key] = self._loop.create_future()
         try:
             yield
@@ -280,6 +283,7 @@ class Shard:
 
     def committed(self, batch: Batch, result: Committed) -> None:
         """The batch is on disk: memory follows, and everybody is told."""
+        self.trouble = ""
         if batch.low_water is not None:
             self.low_water = batch.low_water
         replaced: set[TimerKey] | frozenset[TimerKey] = frozenset()
@@ -298,8 +302,9 @@ class Shard:
         if self.pending:
             self._yard.written(self)
 
-    def not_committed(self) -> None:
+    def not_committed(self, why: str = "") -> None:
         """The batch was certainly not applied: its Ops wait again, merged with what came meanwhile."""
+        self.trouble = why
         self._requeue(self.committing)
         self.committing = {}
 
@@ -324,7 +329,7 @@ class Shard:
         ops, self.committing = self.committing, {}
         again: dict[TimerKey, Op] = {}
         for key, op in ops.items():
-            if found[key].timer != op.put:
+            if not _is_there(op, found[key]):
                 again[key] = op
                 continue
             self._yard.writes_waiting -= 1
@@ -337,7 +342,9 @@ class Shard:
         self._requeue(again)
         for entry in stalled:
             key = entry.timer.key
-            if self.entries.get(key) is entry and not self._is_written(key) and key not in self._alone:
+            # Once only, however often it was stalled: after the first time it is ARMED.
+            is_free = not self._is_written(key) and key not in self._alone
+            if entry.phase is _WRITING and self.entries.get(key) is entry and is_free:
                 self._rest(entry)
 
     def expire(self, before_ms: int) -> None:
@@ -348,10 +355,15 @@ class Shard:
                 op.waiters = []
         expired = [key for key, op in self.pending.items() if op.since_ms < before_ms and op.waiters]
         for key in expired:
-            if key in self.committing:
-                continue  # it builds on one whose outcome is open: decided with it
             op = self.pending[key]
-            _tell(op, StoreUnavailable("The store could not be written to in time; nothing was applied"))
+            if key in self.committing:
+                # It builds on one whose outcome is open, and is decided with it.
+                _tell(op, OutcomeUnknown("An earlier write about this timer is not decided yet"))
+                op.waiters = []
+                continue
+            _tell(
+                op, StoreUnavailable(self.trouble or "The store could not be written to in time; nothing was applied")
+            )
             op.waiters = []
             if op.settlement is not None:
                 op.put = op.settlement.rearmed
@@ -527,6 +539,14 @@ class Shard:
             self._forget(entry)
         self.entries = {}
         self.horizon = BEFORE_ALL
+
+
+def _is_there(op: Op, found: Found) -> bool:
+    """Does the store hold what the Op wanted? A delete leaves nothing but the row that says how it ended."""
+    if found.timer != op.put:
+        return False
+    kept = [row for row in op.reached if row.purge_at_ms > row.reached_at_ms]
+    return op.put is not None or not kept or found.reached == kept[-1]
 
 
 def _tell(op: Op, error: DuetimeError) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-__all__ = ["Counter", "Gauge", "Histogram", "Telemetry", "set_up_logging"]
+__all__ = ["Counter", "Gauge", "Histogram", "Telemetry", "Trouble", "set_up_logging"]
 
 log = logging.getLogger("duetime")
 
 LATENESS_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
 DURATION_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SAY_AGAIN_MS = 60_000
 BATCH_SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 
 
@@ -137,6 +138,30 @@ class Telemetry:
             lines.append(f"# TYPE {metric.name} {metric.kind}")
             lines.extend(metric.lines())
         return "\n".join(lines) + "\n"
+
+
+class Trouble:
+    """Something that is tried again and again and fails: logged when it begins or its reason changes, once a
+    minute while it lasts, and when it is over. A disk that is full should not be filled with lines about it.
+    """
+
+    def __init__(self, what: str, over: str) -> None:
+        self.reason = ""
+        self._what = what
+        self._over = over
+        self._said_at_ms = 0
+
+    def goes_on(self, error: Exception, now_ms: int) -> None:
+        reason = str(error)
+        if reason != self.reason or now_ms - self._said_at_ms >= _SAY_AGAIN_MS:
+            log.warning("%s: %s", self._what, reason)
+            self._said_at_ms = now_ms
+        self.reason = reason
+
+    def is_over(self) -> None:
+        if self.reason:
+            self.reason = ""
+            log.warning("%s", self._over)
 
 
 class _JsonLines(logging.Formatter):

@@ -22,20 +22,20 @@ SECRETS_MAX = 5
 # --- parts -------------------------------------------------------------------------------------
 
 _ID = "1 to 255 bytes of UTF-8 without NUL. Compared byte by byte: case, spaces and accents all count."
-NamespaceName = Annotated[
+_ID_LENGTH = {"minLength": 1, "maxLength": 255}
+NamespaceOfTimer = Annotated[
     str,
-    Meta(
-        description="The namespace; `default` if left out. " + _ID,
-        examples=["orders"],
-        extra_json_schema={"minLength": 1, "maxLength": 255},
-    ),
+    Meta(description="The namespace; `default` if left out. " + _ID, examples=["orders"], extra_json_schema=_ID_LENGTH),
+]
+NamespaceName = Annotated[
+    str, Meta(description="The name of the namespace. " + _ID, examples=["orders"], extra_json_schema=_ID_LENGTH)
 ]
 TimerId = Annotated[
     str,
     Meta(
         description="What you call the timer, unique in its namespace. " + _ID,
         examples=["order-17"],
-        extra_json_schema={"minLength": 1, "maxLength": 255},
+        extra_json_schema=_ID_LENGTH,
     ),
 ]
 InstantText = Annotated[
@@ -54,12 +54,7 @@ TimeoutSeconds = Annotated[
     int, Meta(ge=1, le=300, description="Seconds a callback may take, from connecting to its last byte.")
 ]
 CallbackUrl = Annotated[
-    str,
-    Meta(
-        description="Where the callback is POSTed to. Left out: the namespace's `callbackUrl`.",
-        examples=["https://shop.example/hooks/expire"],
-        extra_json_schema={"maxLength": URL_BYTES_MAX},
-    ),
+    str, Meta(examples=["https://shop.example/hooks/expire"], extra_json_schema={"maxLength": URL_BYTES_MAX})
 ]
 Payload = Annotated[
     Raw,
@@ -78,7 +73,10 @@ Headers = Annotated[
 ]
 Tags = Annotated[
     list[str],
-    Meta(description="Up to 20 labels of 1 to 64 bytes, to list by.", examples=[["expiry", "eu"]]),
+    Meta(
+        description="Up to 20 labels of 1 to 64 bytes, to list by. One that is repeated counts once.",
+        examples=[["expiry", "eu"]],
+    ),
 ]
 CorrelationId = Annotated[
     str, Meta(description="1 to 255 bytes, handed to the receiver, and a filter of `timers/list`.", examples=["c-99"])
@@ -106,7 +104,11 @@ class RetryPolicyJson(Struct, frozen=True, gc=False, kw_only=True, rename="camel
         | None
     ) = None
     max_duration: Annotated[
-        str, Meta(description="No retry starts later than this after the first attempt; up to 366d.", examples=["1d"])
+        str,
+        Meta(
+            description="The last retry is made this long after the first attempt, none later; up to 366d.",
+            examples=["1d"],
+        ),
     ] = "1d"
 
 
@@ -124,12 +126,9 @@ class MissedJson(
     ) = None
 
 
-RetryPolicyField = Annotated[
-    RetryPolicyJson, Meta(description="How an attempt that failed is repeated. Left out: as the namespace says.")
-]
-MissedField = Annotated[
-    MissedJson, Meta(description="What to do when it could not be fired in time. Left out: fire it however late.")
-]
+_WHERE = "Where the callback is POSTed to. {}: the namespace's `callbackUrl`."
+_RETRY = "How an attempt that did not succeed is repeated. {}: as the namespace says."
+_MISSED = "What to do when it could not be fired in time. {}: fire it however late."
 
 
 class ProblemJson(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -143,7 +142,7 @@ class ProblemJson(Struct, frozen=True, kw_only=True, rename="camel", omit_defaul
         str,
         Meta(
             description="Stable name of the problem. `not_applied`: nothing was changed, retry. `outcome_unknown`: "
-            "the write may or may not have been applied; look before you retry.",
+            "the write may or may not have been applied; reads, deletes and creates with `ifAbsent` may be repeated.",
             examples=["invalid_field"],
         ),
     ]
@@ -162,29 +161,29 @@ class TimerRefJson(_Request, kw_only=True):
     """Names a timer."""
 
     timer_id: TimerId
-    namespace: NamespaceName = "default"
+    namespace: NamespaceOfTimer = "default"
 
 
 class CreateTimerJson(_Request, kw_only=True):
     """A timer to be made, or to replace the one of the same name. Exactly one of `executeAt` and `delay`."""
 
     timer_id: TimerId
-    namespace: NamespaceName = "default"
+    namespace: NamespaceOfTimer = "default"
     execute_at: Annotated[InstantText, Meta(description="When to call. A time in the past: at once.")] | None = None
     delay: Annotated[DurationText, Meta(description="When to call, counted from now.")] | None = None
-    callback_url: CallbackUrl | None = None
+    callback_url: Annotated[CallbackUrl | None, Meta(description=_WHERE.format("Left out"))] = None
     payload: Payload | UnsetType = UNSET
-    retry_policy: RetryPolicyField | None = None
+    retry_policy: Annotated[RetryPolicyJson | None, Meta(description=_RETRY.format("Left out"))] = None
     callback_timeout_seconds: TimeoutSeconds | None = None
     headers: Headers | None = None
     correlation_id: CorrelationId | None = None
     tags: Tags | None = None
-    missed: MissedField | None = None
+    missed: Annotated[MissedJson | None, Meta(description=_MISSED.format("Left out"))] = None
     if_absent: Annotated[
         bool,
         Meta(
-            description="true: never replace. The same timer again is answered as it stands, also after its end; a "
-            "different one is a 409."
+            description="true: never replace. The same timer again is answered as it stands, also after its end "
+            "for as long as it is kept; a different one is a 409."
         ),
     ] = False
 
@@ -193,17 +192,17 @@ class UpdateTimerJson(_Request, kw_only=True):
     """The fields to change. What is left out stays; `null` sets back to the default."""
 
     timer_id: TimerId
-    namespace: NamespaceName = "default"
+    namespace: NamespaceOfTimer = "default"
     execute_at: InstantText | UnsetType = UNSET
     delay: DurationText | UnsetType = UNSET
-    callback_url: CallbackUrl | UnsetType | None = UNSET
+    callback_url: Annotated[CallbackUrl | UnsetType | None, Meta(description=_WHERE.format("`null`"))] = UNSET
     payload: Payload | UnsetType = UNSET
-    retry_policy: RetryPolicyField | UnsetType | None = UNSET
+    retry_policy: Annotated[RetryPolicyJson | UnsetType | None, Meta(description=_RETRY.format("`null`"))] = UNSET
     callback_timeout_seconds: TimeoutSeconds | UnsetType | None = UNSET
     headers: Headers | UnsetType | None = UNSET
     correlation_id: CorrelationId | UnsetType | None = UNSET
     tags: Tags | UnsetType | None = UNSET
-    missed: MissedField | UnsetType | None = UNSET
+    missed: Annotated[MissedJson | UnsetType | None, Meta(description=_MISSED.format("`null`"))] = UNSET
 
 
 class CreateTimersJson(_Request):
@@ -227,7 +226,7 @@ class RawTimersJson(_Request):
 class ListTimersJson(_Request, kw_only=True):
     """A filtered look at one namespace. All conditions must hold."""
 
-    namespace: NamespaceName = "default"
+    namespace: NamespaceOfTimer = "default"
     state: Annotated[State, Meta(description="Left out: the scheduled ones, then the reached ones.")] | None = None
     due_from: Annotated[InstantText, Meta(description="Due at this time or later.")] | None = None
     due_until: Annotated[InstantText, Meta(description="Due before this time.")] | None = None
@@ -247,7 +246,20 @@ NumShards = Annotated[
         examples=[256],
     ),
 ]
-Retention = Annotated[str, Meta(description="How long reached timers are kept; up to 3660d.", examples=["1d"])]
+DeliveredRetention = Annotated[
+    str,
+    Meta(
+        description="How long `delivered`, `skipped` and `cancelled` timers are kept; 1d unless told, up to 3660d.",
+        examples=["7d"],
+    ),
+]
+FailedRetention = Annotated[
+    str,
+    Meta(
+        description="How long `failed` timers are kept, to be looked at and replayed; 30d unless told, up to 3660d.",
+        examples=["90d"],
+    ),
+]
 PayloadMax = Annotated[int, Meta(ge=1, description="Bytes of one payload, if less than the server's limit.")]
 Secrets = Annotated[
     list[str],
@@ -272,18 +284,23 @@ class CreateNamespaceJson(_Request, kw_only=True):
 
     namespace: NamespaceName
     num_shards: NumShards | UnsetType = UNSET
-    callback_url: CallbackUrl | UnsetType | None = UNSET
-    retry_policy: (
-        Annotated[RetryPolicyJson, Meta(description="Of timers that have none of their own.")] | UnsetType | None
-    ) = UNSET
-    callback_timeout_seconds: TimeoutSeconds | UnsetType | None = UNSET
+    callback_url: Annotated[
+        CallbackUrl | UnsetType | None, Meta(description="Where timers without a `callbackUrl` of their own call.")
+    ] = UNSET
+    retry_policy: Annotated[
+        RetryPolicyJson | UnsetType | None, Meta(description="Of timers that have none of their own.")
+    ] = UNSET
+    callback_timeout_seconds: Annotated[
+        TimeoutSeconds | UnsetType | None,
+        Meta(description="Seconds a callback may take, of timers that do not say; 10 unless told."),
+    ] = UNSET
     require_ok: (
         Annotated[bool, Meta(description='true: a callback counts only if its answer says `{"ok": true}`.')]
         | UnsetType
         | None
     ) = UNSET
-    delivered_retention: Retention | UnsetType | None = UNSET
-    failed_retention: Retention | UnsetType | None = UNSET
+    delivered_retention: DeliveredRetention | UnsetType | None = UNSET
+    failed_retention: FailedRetention | UnsetType | None = UNSET
     payload_bytes_max: PayloadMax | UnsetType | None = UNSET
     signing_secrets: Secrets | UnsetType | None = UNSET
 
@@ -335,9 +352,13 @@ class TimerAnswer(_Answer):
     timer: TimerJson
 
 
+_EXISTED = "`true` if `ifAbsent` found the timer, scheduled or over: nothing was created. Left out otherwise."
+
+
 class CreatedAnswer(_Answer):
     timer: TimerJson
     replaced: Annotated[bool, Meta(description="Was there a scheduled timer of this name before?")]
+    existed: Annotated[bool, Meta(description=_EXISTED)] = False
 
 
 class UpdatedAnswer(_Answer):
@@ -363,6 +384,7 @@ class CreateResult(_Answer):
 
     timer: TimerJson | UnsetType = UNSET
     replaced: bool | UnsetType = UNSET
+    existed: Annotated[bool, Meta(description=_EXISTED)] = False
     error: ProblemJson | UnsetType = UNSET
 
 
@@ -399,8 +421,8 @@ class NamespaceJson(_Answer, kw_only=True):
     retry_policy: RetryPolicyJson
     callback_timeout_seconds: int
     require_ok: bool
-    delivered_retention: str
-    failed_retention: Annotated[str, Meta(description="Of timers that ended as `failed`.")]
+    delivered_retention: DeliveredRetention
+    failed_retention: FailedRetention
     payload_bytes_max: int | UnsetType = UNSET
     signing_secrets: Annotated[list[str], Meta(description="Redacted.", examples=[["whsec_…aLSw"]])]
     created_at: InstantText
@@ -453,7 +475,9 @@ class ClusterStatusJson(_Answer, kw_only=True):
     in_flight: Annotated[int, Meta(description="Callbacks under way.")]
     held: Annotated[int, Meta(description="Due timers waiting for their destination.")]
     writes_waiting: int
-    oldest_due_ms: Annotated[int, Meta(description="Age of the oldest due timer not yet fired.")] | UnsetType = UNSET
+    oldest_due_ms: (
+        Annotated[int, Meta(description="Age of the oldest due timer not yet fired, held ones included.")] | UnsetType
+    ) = UNSET
     lateness_p50_ms: float | UnsetType = msgspec.field(name="latenessP50Ms", default=UNSET)
     lateness_p99_ms: float | UnsetType = msgspec.field(name="latenessP99Ms", default=UNSET)
 

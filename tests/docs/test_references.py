@@ -244,7 +244,7 @@ SILENT = {"rejected", "not_found", "conflict", "setup", "member_dead", "schema_m
 def codes_of_the_server() -> dict[str, int]:
     """Every code an answer can carry, with its status: of a class, or given where one is raised."""
     assert api_app  # imported: it has errors of its own
-    kinds = {kind.__name__: kind for kind in errors_below(DuetimeError) if "client" not in kind.__module__}
+    kinds = {kind.__name__: kind for kind in errors_below(DuetimeError) if not of_the_callers(kind)}
     codes = {kind.code: kind.status for kind in kinds.values()}
     for path in source_files(PACKAGE):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -253,6 +253,11 @@ def codes_of_the_server() -> dict[str, int]:
                     if given.arg == "code" and isinstance(given.value, ast.Constant):
                         codes[str(given.value.value)] = kinds[node.func.id].status
     return {code: status for code, status in codes.items() if code not in SILENT | {"malformed_answer"}}
+
+
+def of_the_callers(kind: type[DuetimeError]) -> bool:
+    """The client and the command line have errors of their own, which no server answers."""
+    return kind.__module__.startswith(("duetime.client", "duetime.cli"))
 
 
 def errors_below(kind: type[DuetimeError]) -> Iterator[type[DuetimeError]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -68,8 +67,19 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str, within_seco
 class RealServer:
     """`duetime serve` on a SQLite file. May be killed and started again, on the same file and port."""
 
-    def __init__(self, folder: Path, *, arguments: tuple[str, ...] = (), token: str | None = None, **settings: str):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        arguments: tuple[str, ...] = (),
+        token: str | None = None,
+        program: tuple[str, ...] = ("-m", "duetime", "serve"),
+        file: Path | None = None,
+        **settings: str,
+    ):
         self.folder = folder
+        self.file = file or folder / "timers.db"
+        self.program = program
         self.arguments = arguments
         self.token = token
         self.port = free_port()
@@ -88,27 +98,41 @@ class RealServer:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    @property
-    def file(self) -> Path:
-        return self.folder / "timers.db"
-
-    async def start(self) -> None:
+    def launch(self) -> None:
+        """Begin to start, without waiting for what comes of it."""
         settings = {
             "DUETIME_SERVER_LISTEN": f"127.0.0.1:{self.port}",
             "DUETIME_STORE_URL": f"sqlite:///{self.file}",
             **self.settings,
         }
-        command = [sys.executable, "-m", "duetime", "serve", *self.arguments]
+        command = [sys.executable, *self.program, *self.arguments]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, env=clean_environment() | settings, stdout=log, stderr=log)
-        deadline = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(HttpError):
-                if (await self.http.request("GET", f"{self.url}/readyz", timeout_ms=1_000)).status == 200:
-                    return
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-2_000:]}")
+
+    async def start(self) -> None:
+        self.launch()
+        await self.ready()
+
+    async def ready(self, within_seconds: float = 30) -> None:
+        """Waits until it says that it is ready (again)."""
+        deadline = time.monotonic() + within_seconds
+        while await self.not_ready() is not None:
+            if not self.is_running or time.monotonic() > deadline:
+                raise RuntimeError(f"the server is not ready:\n{self.log.read_text()[-2_000:]}")
             await asyncio.sleep(0.02)
+
+    async def not_ready(self) -> str | None:
+        """Why it is not ready; None: it is."""
+        try:
+            answer = await self.http.request("GET", f"{self.url}/readyz", timeout_ms=1_000)
+        except HttpError as error:
+            return str(error)
+        return None if answer.status == 200 else answer.body.decode()
+
+    async def metric(self, name: str) -> float:
+        """The value of one line of /metrics, named with its labels."""
+        text = (await self.read("/metrics")).body.decode()
+        return next((float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + " ")), 0.0)
 
     async def call(self, path: str, body: dict[str, Any], timeout_ms: int = 30_000) -> tuple[int, dict[str, Any]]:
         answer = await self.post(path, json.dumps(body).encode(), timeout_ms=timeout_ms)

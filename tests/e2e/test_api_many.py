@@ -63,7 +63,8 @@ async def test_create_many_answers_each_item_in_order_the_good_and_the_bad(api: 
             assert problem.keys() - {"field"} == {"type", "title", "status", "detail", "code"}
             assert (problem["status"], problem["code"], problem.get("field")) == errors[number]
         else:
-            assert result.keys() == {"timer", "replaced"}
+            assert result.keys() - {"existed"} == {"timer", "replaced"}
+            assert result.get("existed", False) is (number == 8)  # "fresh", which the first request made
             assert result["timer"]["timerId"] == items[number]["timerId"]
     replaced = {results[n]["timer"]["timerId"]: results[n]["replaced"] for n in (0, 6, 8, 9)}
     assert replaced == {"good": True, "old": True, "fresh": False, "in the default": False}

@@ -115,7 +115,7 @@ async def test_creating_again_replaces_and_says_so(api: Asker, namespace: str) -
 async def test_if_absent_never_replaces(api: Asker, namespace: str, receiver: RealReceiver) -> None:
     timer = {"namespace": namespace, "timerId": "a", "executeAt": FAR, "callbackUrl": receiver.url, "ifAbsent": True}
     first = await api.ok("timers/create", **timer, payload=1)
-    assert await api.ok("timers/create", **timer, payload=1) == first
+    assert await api.ok("timers/create", **timer, payload=1) == {**first, "existed": True}
     assert await api.refused("timers/create", **timer, payload=2) == (409, "timer_exists", "timerId")
     assert (await api.timer(namespace=namespace, timerId="a"))["payload"] == 1
 
@@ -127,7 +127,7 @@ async def test_if_absent_after_the_end_answers_the_end_and_fires_nothing(
     timer = {"namespace": namespace, "timerId": "a", "executeAt": at, "callbackUrl": receiver.url, "ifAbsent": True}
     await api.ok("timers/create", **timer)
     over = await ended(api, namespace=namespace, timerId="a")
-    assert await api.ok("timers/create", **timer) == {"timer": over, "replaced": False}
+    assert await api.ok("timers/create", **timer) == {"timer": over, "replaced": False, "existed": True}
     assert await api.refused("timers/create", **timer, payload=2) == (409, "timer_exists", "timerId")
     assert len(receiver.bodies) == 1
 

@@ -121,7 +121,7 @@ async def test_sigterm_twice_ends_at_once(own: RealServer, receiver: RealReceive
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_every_create_acknowledged_before_the_end_is_there_after_a_restart(
+async def test_case_21_every_create_acknowledged_before_the_end_is_there_after_a_restart(
     own: RealServer, number: signal.Signals
 ) -> None:
     acknowledged: list[str] = []

@@ -12,9 +12,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +36,9 @@ from duetime.signing import check_secret, new_secret, sign
 
 HOOK = "http://127.0.0.1:9/hook"
 FAR = ["--in", "1h", "--to", HOOK]
+CALLBACK = (
+    b'{"namespace":"n","timerId":"t","attempt":1,"executeAt":"2027-01-01T09:00:00Z","firedAt":"2027-01-01T09:00:00Z"}'
+)
 
 
 def free_port() -> int:
@@ -38,11 +47,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """An instance in a thread, because main() has an event loop of its own."""
-    port = free_port()
-    config = load_config(environ={}, flags={"store.url": "memory://", "server.listen": f"127.0.0.1:{port}"})
+@contextmanager
+def serving(port: int, **flags: Any) -> Iterator[str]:
+    """An instance in a thread, because main() has an event loop of its own. `store_url` is store.url."""
+    settings = {name.replace("_", ".", 1): value for name, value in flags.items()}
+    config = load_config(environ={}, flags={"store.url": "memory://", "server.listen": f"127.0.0.1:{port}", **settings})
     started, stop = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 
@@ -60,9 +69,17 @@ def server() -> Iterator[str]:
     thread = threading.Thread(target=run)
     thread.start()
     assert started.wait(10)
-    yield f"http://127.0.0.1:{port}"
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with serving(free_port()) as url:
+        yield url
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -130,6 +147,32 @@ def test_wrong_usage_ends_with_2(run: Run, arguments: list[str]) -> None:
     code, _, err = run(*arguments)
     assert code == 2
     assert "usage:" in err
+    assert len(err.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["timer", "list", "--sate", "failed"], "did you mean --state?\nusage: duetime timer list [options]"),
+        (["timer", "list", "--state", "faild"], "did you mean failed?"),
+        (["timer", "craete", "x"], "did you mean create?\nusage: duetime timer COMMAND"),
+        (["timer", "create", "x", "--to", HOOK], "--in --at"),
+        (["timer", "list", "--limit", "-1"], "--limit: must be a whole number of at least 0"),
+        (["timer", "get", "x", "--timeout", "-1"], "--timeout: must be a number of seconds"),
+        (["listen", "--port", "99999"], "--port: must be a whole number between 0 and 65535"),
+        (["listen", "--status", "50"], "--status: must be a whole number between 200 and 599"),
+        (["listen", "--once", "0"], "--once: must be a whole number of at least 1"),
+        (["demo", "--port", "-1"], "--port: must be a whole number between 0 and 65535"),
+        (["serve", "--listen", "127.0.0.1:99999"], "--listen: the port must be a whole number between 0 and 65535"),
+        (["serve", "--listen", "8463"], "--listen: must be HOST:PORT"),
+        (["serve", "--store", "foo.db"], "sqlite:///foo.db"),
+    ],
+)
+def test_what_was_mistyped_is_named_beside_what_was_meant(run: Run, arguments: list[str], said: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("duetime: ")
+    assert said in err
 
 
 def test_the_help_needs_neither_server_nor_event_loop() -> None:
@@ -150,10 +193,11 @@ def test_a_timer_is_created_shown_changed_and_cancelled(at: Run) -> None:
     assert out.startswith("created order-17, due in 1 h (")
     code, out, _ = at("timer", "get", "order-17")
     assert code == 0
-    assert all(text in out for text in ("scheduled", '{"a":1}', "eu", HOOK))
+    assert all(text in out for text in ("scheduled", '{"a":1}', "eu", HOOK, "x-a: b"))
     code, out, _ = at("timer", "update", "order-17", "--in", "2h", "--max-retries", "3")
     assert code == 0
     assert out.startswith("updated order-17, due in 2 h (")
+    assert "up to 3, pauses from 1s up to 10m" in at("timer", "get", "order-17")[1]
     code, out, _ = at("timer", "get", "order-17", "--json")
     found = json.loads(out)
     assert (found["timerId"], found["payload"], found["retryPolicy"]["maxRetries"]) == ("order-17", {"a": 1}, 3)
@@ -162,12 +206,39 @@ def test_a_timer_is_created_shown_changed_and_cancelled(at: Run) -> None:
     assert at("timer", "delete", "order-17")[:2] == (0, "already over: there was nothing to cancel\n")
 
 
+def test_if_absent_says_what_it_found(at: Run) -> None:
+    once = ["timer", "create", "once", *FAR, "--if-absent"]
+    assert at(*once)[1].startswith("created once")
+    assert at(*once)[:2] == (0, "once exists already (scheduled), unchanged\n")
+    assert json.loads(at(*once, "--json")[1])["existed"] is True
+    assert at(*once, "--tag", "different")[0] == 4
+
+
+def test_json_writes_instants_as_the_server_does(at: Run) -> None:
+    at("timer", "create", "timed", "--at", "2099-01-01T09:00:00Z", "--to", HOOK)
+    assert json.loads(at("timer", "get", "timed", "--json")[1])["executeAt"] == "2099-01-01T09:00:00.000Z"
+
+
+def test_a_list_tells_what_is_to_come_from_what_has_ended(at: Run) -> None:
+    for _ in range(2):
+        at("timer", "create", "reused", *FAR)
+        at("timer", "delete", "reused")
+    at("timer", "create", "reused", *FAR)
+    scheduled, *over = at("timer", "list", "--prefix", "reused")[1].splitlines()[1:]
+    assert scheduled.split()[1:5] == ["scheduled", "in", "1", "h"]
+    assert len(over) == 2
+    for line in over:
+        assert "cancelled" in line
+        assert "in 1 h" not in line
+        assert f"{time.localtime().tm_year}-" in line
+
+
 def test_lists_are_tables_for_people_and_lines_for_programs(at: Run) -> None:
     for number in range(3):
         at("timer", "create", f"listed-{number}", *FAR, "--tag", "listing")
     code, out, _ = at("timer", "list", "--tag", "listing")
     assert code == 0
-    assert out.splitlines()[0].split() == ["id", "state", "due", "attempts", "late", "by", "to"]
+    assert out.splitlines()[0].split() == ["id", "state", "due", "ended", "attempts", "late", "by", "to"]
     assert "listed-1" in out
     assert "in 1 h" in out
     _, out, _ = at("timer", "list", "--prefix", "listed-", "--json", "--limit", "0")
@@ -194,32 +265,38 @@ def test_watching_ends_with_the_timer_and_tells_failure_from_success(at: Run, se
     assert code == 1
     assert "failed" in out.splitlines()[-1]
     assert "refused" in out
-    code, out, _ = at("timer", "replay", "doomed")
-    assert code == 0
+    assert at("timer", "replay", "doomed")[:2] == (0, "fires once more: doomed\n")
 
 
 def test_fire_now_does_not_wait_for_the_time(at: Run) -> None:
     at("timer", "create", "soon", *FAR, "--max-retries", "0")
-    assert at("timer", "fire-now", "soon")[0] == 0
+    assert at("timer", "fire-now", "soon")[:2] == (0, "fires now: soon\n")
     assert at("timer", "watch", "soon")[0] == 1  # nobody listens at that address: it failed, but it fired
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["timer", "get", "no-such"], 3, "no-such"),
-        (["timer", "get", "x", "-n", "no-such-namespace"], 3, "no-such-namespace"),
-        (["timer", "create", "x", "--at", "2027-01-01", "--to", HOOK], 4, "executeAt"),
-        (["timer", "create", "x", "--in", "soon", "--to", HOOK], 4, "delay"),
-        (["timer", "create", "x", "--to", HOOK], 4, "exactly one"),
-        (["timer", "create", "x", *FAR, "--payload", "{oops"], 4, "payload"),
-        (["timer", "create", "x", *FAR, "--payload", "@/no/such/file"], 4, "payload"),
-        (["timer", "create", "x", *FAR, "--header", "no-colon"], 4, "NAME:VALUE"),
-        (["timer", "update", "x"], 4, "nothing to change"),
+        (["timer", "get", "no-such"], 3, "duetime: There is no timer 'no-such'"),
+        (["timer", "get", "x", "-n", "nix"], 3, "`duetime namespace create nix` makes it"),
+        (["timer", "create", "x", "--at", "2027-01-01", "--to", HOOK], 4, "--at needs a time"),
+        (["timer", "create", "x", "--in", "soon", "--to", HOOK], 4, "--in must be a duration"),
+        (["timer", "create", "x", "--in", "-5s", "--to", HOOK], 4, "--in must be a duration"),
+        (["timer", "create", "x", "--in", "1h"], 4, "--to is required: the namespace has"),
+        (["timer", "create", "x", *FAR, "--max-retries", "-1"], 4, "duetime: --max-retries must be"),
+        (["timer", "create", "x", *FAR, "--retry-from", "1h", "--retry-up-to", "1s"], 4, "less than --retry-from"),
+        (["timer", "create", "x", *FAR, "--skip-if-late-by", "x"], 4, "duetime: --skip-if-late-by must be"),
+        (["timer", "create", "x", *FAR, "--payload", "{oops"], 2, "--payload"),
+        (["timer", "create", "x", *FAR, "--payload", "@/no/such/file"], 2, "--payload"),
+        (["timer", "create", "x", *FAR, "--header", "no-colon"], 2, "NAME:VALUE"),
+        (["timer", "update", "x"], 2, "nothing to change"),
         (["namespace", "get", "no-such"], 3, "no-such"),
-        (["listen", "--answer", "perhaps"], 4, "--answer"),
-        (["listen", "--secret", "oops"], 4, "--secret"),
-        (["timer", "get", "x", "--url", "nonsense"], 2, "URL"),
+        (["namespace", "create", "default"], 4, "duetime: Namespace 'default' exists"),
+        (["namespace", "create", "x", "--keep-failed", "x"], 4, "duetime: --keep-failed must be"),
+        (["listen", "--answer", "perhaps"], 2, "--answer"),
+        (["listen", "--delay", "xx"], 2, "--delay"),
+        (["listen", "--secret", "oops"], 2, "--secret"),
+        (["timer", "get", "x", "--url", "nonsense"], 2, "the server's URL must be an absolute URL"),
         (["serve", "--set", "log.level"], 2, "SECTION.KEY=VALUE"),
         (["serve", "--set", "no.such=1"], 2, "no.such"),
         (["serve", "--set", "limits.json_depth_max=deep"], 2, "limits.json_depth_max"),
@@ -242,6 +319,30 @@ def test_no_server_ends_with_5_and_says_how_to_start_one(run: Run) -> None:
     assert "duetime serve" in err
 
 
+def test_another_path_than_the_servers_is_no_missing_timer(at: Run, server: str) -> None:
+    code, _, err = at("timer", "get", "x", "--url", f"{server}/wrong")
+    assert code == 5
+    assert "--url" in err
+
+
+def test_json_covers_errors_too(at: Run) -> None:
+    code, out, err = at("timer", "get", "no-such", "--json")
+    assert (code, out) == (3, "")
+    problem = json.loads(err)
+    assert (problem["code"], problem["status"], problem["field"]) == ("timer_not_found", 404, "timerId")
+    assert json.loads(at("timer", "update", "x", "--json")[2])["code"] == "usage"
+    assert json.loads(at("timer", "lst", "--json")[2])["detail"].endswith("did you mean list?")
+
+
+def test_a_listener_names_the_port_only_where_the_port_is_at_fault(run: Run, server: str) -> None:
+    port = server.rpartition(":")[2]
+    assert run("listen", "--port", port)[::2] == (
+        2,
+        f"duetime: cannot listen on 127.0.0.1:{port}: the port is in use; --port 0 takes a free one\n",
+    )
+    assert "--port" not in run("listen", "--host", "256.1.1.1")[2]
+
+
 # --- namespaces, cluster, tokens, configuration --------------------------------------------------
 
 
@@ -251,6 +352,8 @@ def test_namespaces_are_made_changed_and_their_secrets_rotated(at: Run) -> None:
     assert at("namespace", "update", "orders", "--callback-timeout", "30", "--require-ok")[0] == 0
     found = json.loads(at("namespace", "get", "orders", "--json")[1])
     assert (found["numShards"], found["callbackTimeoutSeconds"], found["requireOk"]) == (4, 30, True)
+    assert at("namespace", "update", "orders", "--max-retries", "2", "--retry-for", "1h")[0] == 0
+    assert "up to 2, pauses from 1s up to 10m, for 1h" in at("namespace", "get", "orders")[1]
     first = json.loads(at("namespace", "rotate-secret", "orders", "--json")[1])
     second = json.loads(at("namespace", "rotate-secret", "orders", "--json")[1])
     assert (first["kept"], second["kept"]) == (0, 1)
@@ -277,8 +380,6 @@ def test_a_new_token_comes_with_the_configuration_that_accepts_it(run: Run, tmp_
     file = tmp_path / "duetime.toml"
     file.write_text("[auth]\n" + out[out.index("[[auth.tokens]]") :])
     (configured,) = load_config(file, environ={}).auth.tokens
-    from hashlib import sha256
-
     assert configured.sha256 == sha256(token.encode()).hexdigest()
     assert (configured.name, configured.namespaces, configured.verbs) == ("shop", ("orders",), ("read",))
     assert token not in file.read_text()
@@ -300,7 +401,22 @@ def test_the_doctor_finds_nothing_wrong_with_a_good_server(at: Run, tmp_path: Pa
     assert code == 0, out
     assert "✓ server" in out
     assert "does not exist yet" in out
-    assert "nothing is wrong" in out
+    assert "nothing is wrong; 1 warning" in out
+
+
+def test_the_doctor_asks_where_the_configuration_listens(run: Run, server: str) -> None:
+    code, out, _ = run("doctor", "--store", "memory://", "--listen", server.removeprefix("http://"))
+    assert code == 0, out
+    assert f"✓ server        {server}" in out
+
+
+def test_the_doctor_tells_how_to_give_a_token(run: Run) -> None:
+    tokens = [{"name": "shop", "sha256": sha256(b"secret").hexdigest()}]
+    with serving(free_port(), auth_tokens=tokens) as url:
+        code, out, _ = run("doctor", "--store", "memory://", "--url", url)
+        assert code == 1
+        assert "--token or DUETIME_TOKEN" in out
+        assert run("doctor", "--store", "memory://", "--url", url, "--token", "secret")[0] == 0
 
 
 def test_the_doctor_names_what_is_wrong(run: Run, tmp_path: Path) -> None:
@@ -346,6 +462,48 @@ def test_listening_shows_what_comes_with_its_signature_and_ends_when_told(at: Ru
     assert listener.returncode == 0, err
     what = json.loads(out)
     assert (what["callback"]["timerId"], what["callback"]["payload"], what["signature"]) == ("x", [1], "ok")
+
+
+def test_a_listener_with_a_secret_refuses_what_it_did_not_sign() -> None:
+    with start("listen", "--port", "0", "--secret", new_secret()) as listener:
+        assert listener.stdout is not None
+        url = listener.stdout.readline().split()[2]
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, data=CALLBACK))
+        refused.value.close()
+        said = listener.stdout.readline()
+        listener.terminate()
+        listener.communicate(timeout=20)
+    assert refused.value.code == 401
+    assert "signature none, refused" in said
+
+
+def test_watching_waits_for_a_server_that_starts_again(tmp_path: Path) -> None:
+    port, store = free_port(), f"sqlite:///{tmp_path / 'x.db'}"
+    with serving(port, store_url=store) as url, Client(url) as client:
+        client.create("x", delay="1h", callback_url=HOOK, retry_policy={"maxRetries": 0})
+        watcher = start("timer", "watch", "x", "--url", url)
+        assert watcher.stdout is not None
+        assert watcher.stderr is not None
+        assert "scheduled" in watcher.stdout.readline()
+    with watcher:
+        assert "trying for 1 min" in watcher.stderr.readline()
+        with serving(port, store_url=store) as url, Client(url) as client:
+            client.fire_now("x")
+            out, err = watcher.communicate(timeout=20)
+    assert watcher.returncode == 1, err
+    assert err == "the server is back\n"
+    assert "failed" in out
+
+
+def test_serve_says_in_one_way_why_it_does_not_start(server: str, tmp_path: Path) -> None:
+    taken = ["--listen", server.removeprefix("http://"), "--store", "memory://"]
+    for arguments in (["--set", "log.level=loud"], taken, ["--store", f"sqlite:///{tmp_path}/nowhere/x.db"]):
+        with start("serve", *arguments) as process:
+            out, err = process.communicate(timeout=20)
+        assert (process.returncode, out) == (2, "")
+        assert err.startswith("duetime: ")
+        assert len(err.splitlines()) == 1
 
 
 def test_the_demo_shows_its_timers_and_ends_well() -> None:
@@ -430,10 +588,7 @@ def test_painted_cells_do_not_shift_a_table(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_forged_callback_is_called_bad() -> None:
-    body = (
-        b'{"namespace":"n","timerId":"t","attempt":1,'
-        b'"executeAt":"2027-01-01T09:00:00Z","firedAt":"2027-01-01T09:00:00Z"}'
-    )
+    body = CALLBACK
     secret, at_s = new_secret(), now_ms() // 1_000
 
     def request(key: str) -> Request:
@@ -445,6 +600,9 @@ def test_a_forged_callback_is_called_bad() -> None:
         }
         return Request("POST", "/", headers=headers, body=body)
 
+    unsigned = Request("POST", "/", headers={}, body=body)
     assert heard(request(secret), [secret]).signature == "ok"
-    assert heard(request(new_secret()), [secret]).signature.startswith("bad: ")
-    assert heard(request(secret), []).signature == "none"
+    forged = heard(request(new_secret()), [secret])
+    assert (forged.signature[:5], forged.refused) == ("bad: ", True)
+    assert (heard(request(secret), []).signature, heard(unsigned, []).signature) == ("not checked", "none")
+    assert (heard(request(secret), []).refused, heard(unsigned, [secret]).refused) == (False, True)

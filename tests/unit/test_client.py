@@ -247,6 +247,15 @@ async def test_an_update_sends_only_what_was_given_and_none_sets_back(peer: Peer
     assert updated.verdict is Verdict.IN_FLIGHT
 
 
+async def test_if_absent_tells_whether_the_timer_was_there(peer: Peer, client: AsyncClient) -> None:
+    peer.script = [Answer(created()), Answer({**created(), "existed": True})]
+    found = [await client.create("a", delay=1, callback_url=HOOK, if_absent=True) for _ in range(2)]
+    assert [one.existed for one in found] == [False, True]
+    peer.script = [Answer({"results": [created(), {**created(), "existed": True}]})]
+    many = await client.create_many([NewTimer("a", delay=1, if_absent=True)] * 2)
+    assert [isinstance(one, shapes.Created) and one.existed for one in many] == [False, True]
+
+
 async def test_a_list_walks_all_pages_over_empty_ones(peer: Peer, client: AsyncClient) -> None:
     peer.script = [
         Answer({"timers": [timer_json("a"), timer_json("b")], "nextCursor": "1"}),
@@ -312,6 +321,7 @@ def test_the_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         (Answer(problem(404, "timer_not_found"), 404), NotFound),
         (Answer(problem(409, "if_absent"), 409), Conflict),
         (Answer(problem(500, "internal"), 500), DuetimeError),
+        (Answer(problem(404, "path_not_found"), 404), DuetimeError),  # no server there, not: no such timer
         (Answer("<html>", 404), DuetimeError),
     ],
 )
@@ -682,6 +692,7 @@ def test_the_package_offers_the_clients_without_importing_them_first() -> None:
         (shapes.Member, wire.MemberJson),
         (shapes.Shard, wire.ShardJson),
         (shapes._CreateJson, wire.CreateTimerJson),
+        (shapes.Created, wire.CreatedAnswer),
     ],
 )
 def test_the_client_knows_every_field_of_the_wire(ours: type, theirs: type) -> None:

@@ -220,7 +220,7 @@ async def test_the_cache_is_bounded() -> None:
     assert len(resolver._found) == 10
 
 
-async def test_dns_rebinding_never_gets_a_private_connect() -> None:
+async def test_case_16_dns_rebinding_never_gets_a_private_connect() -> None:
     """The name is public when it is vetted and private from then on: only vetted answers are ever connected to."""
     connected = 0
 

@@ -208,7 +208,7 @@ class TestVerdicts:
 
         in_world(story)
 
-    def test_deleting_a_timer_in_flight_says_so_and_stops_its_retries(self) -> None:
+    def test_case_29_deleting_a_timer_in_flight_says_so_and_stops_its_retries(self) -> None:
         async def story(world: World) -> None:
             called, answer_now = asyncio.Event(), asyncio.Event()
 
@@ -229,7 +229,7 @@ class TestVerdicts:
 
         in_world(story)
 
-    def test_a_delete_between_queueing_and_the_first_byte_is_a_true_cancellation(self) -> None:
+    def test_case_29_a_delete_between_queueing_and_the_first_byte_is_a_true_cancellation(self) -> None:
         async def story(world: World) -> None:
             queued, go_on = asyncio.Event(), asyncio.Event()
 
@@ -247,7 +247,7 @@ class TestVerdicts:
 
         in_world(story)
 
-    def test_the_outcome_of_an_old_generation_never_settles_the_new_one(self) -> None:
+    def test_case_30_the_outcome_of_an_old_generation_never_settles_the_new_one(self) -> None:
         async def story(world: World) -> None:
             called, answer_now = asyncio.Event(), asyncio.Event()
 
@@ -323,7 +323,7 @@ class TestVerdicts:
 
 
 class TestIfAbsent:
-    def test_the_same_create_again_is_answered_with_the_same_timer(self) -> None:
+    def test_case_31_the_same_create_again_is_answered_with_the_same_timer(self) -> None:
         async def story(world: World) -> None:
             first = await world.create("a", 1_000, payload="1", if_absent=True)
             again = await world.create("a", 1_000, payload="1", if_absent=True)
@@ -331,7 +331,7 @@ class TestIfAbsent:
 
         in_world(story)
 
-    def test_a_different_create_is_a_conflict(self) -> None:
+    def test_case_31_a_different_create_is_a_conflict(self) -> None:
         async def story(world: World) -> None:
             await world.create("a", 1_000, payload="1", if_absent=True)
             with pytest.raises(Conflict):
@@ -339,7 +339,7 @@ class TestIfAbsent:
 
         in_world(story)
 
-    def test_a_late_retry_after_the_timer_was_reached_does_not_fire_it_again(self) -> None:
+    def test_case_32_a_late_retry_after_the_timer_was_reached_does_not_fire_it_again(self) -> None:
         async def story(world: World) -> None:
             await world.create("a", 1_000, payload="1", if_absent=True)
             await asyncio.sleep(5)
@@ -352,7 +352,7 @@ class TestIfAbsent:
 
 
 class TestIsolation:
-    def test_a_dead_destination_is_held_and_the_others_stay_on_time(self) -> None:
+    def test_case_19_a_dead_destination_is_held_and_the_others_stay_on_time(self) -> None:
         async def story(world: World) -> None:
             dead_calls = 0
 
@@ -412,6 +412,20 @@ class TestIsolation:
 
         in_world(story, engine__writes_waiting_max=30_000)
 
+    def test_the_age_of_the_oldest_due_timer_counts_those_that_are_held(self) -> None:
+        async def story(world: World) -> None:
+            async def dead(attempt: Attempt) -> Outcome:
+                await asyncio.sleep(3_600)
+                return Outcome(Contact.BROKEN, error="timeout")
+
+            world.destinations.answers[URL] = dead
+            for number in range(100):
+                await world.create(f"t{number}", 1_000)
+            await asyncio.sleep(31)
+            assert (await world.service.cluster_status()).oldest_due_ms == 30_000
+
+        in_world(story)
+
     def test_a_full_queue_answers_busy_and_applies_nothing(self) -> None:
         async def story(world: World, store: FaultyStore) -> None:
             release = store.hold("commit")
@@ -429,7 +443,7 @@ class TestIsolation:
 
 class TestUnknownOutcomes:
     @pytest.mark.parametrize("fault", [Fault.APPLIED_THEN_UNKNOWN, Fault.LOST_THEN_UNKNOWN, Fault.BROKEN])
-    def test_a_commit_whose_answer_is_lost_is_resolved_by_claiming_again(self, fault: Fault) -> None:
+    def test_case_3_a_commit_whose_answer_is_lost_is_resolved_by_claiming_again(self, fault: Fault) -> None:
         async def story(world: World, store: FaultyStore) -> None:
             store.fail("commit", fault)
             created = await world.create("a", 1_000, payload="1")
@@ -440,7 +454,7 @@ class TestUnknownOutcomes:
 
         faulty_world(story)
 
-    def test_a_lost_answer_to_the_claim_itself_is_told_by_the_nonce(self) -> None:
+    def test_case_5_a_lost_answer_to_the_claim_itself_is_told_by_the_nonce(self) -> None:
         async def story(world: World, store: FaultyStore) -> None:
             store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
             store.fail("claim", Fault.APPLIED_THEN_UNKNOWN, Fault.UNAVAILABLE, Fault.LOST_THEN_UNKNOWN)
@@ -471,7 +485,7 @@ class TestUnknownOutcomes:
 
         faulty_world(story)
 
-    def test_who_waits_too_long_for_an_unknown_outcome_is_told_that_it_is_unknown(self) -> None:
+    def test_case_3_who_waits_too_long_for_an_unknown_outcome_is_told_that_it_is_unknown(self) -> None:
         async def story(world: World, store: FaultyStore) -> None:
             store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
             store.fail("claim", *[Fault.UNAVAILABLE] * 30)
@@ -483,7 +497,7 @@ class TestUnknownOutcomes:
 
         faulty_world(story)
 
-    def test_a_store_that_is_away_for_a_moment_is_not_noticed(self) -> None:
+    def test_case_25_a_store_that_is_away_for_a_moment_is_not_noticed(self) -> None:
         async def story(world: World, store: FaultyStore) -> None:
             store.fail("commit", Fault.UNAVAILABLE, Fault.THROTTLED, Fault.UNAVAILABLE)
             await world.create("a", 1_000)
@@ -517,7 +531,7 @@ class TestUnknownOutcomes:
 
 
 class TestLease:
-    def test_nothing_fires_past_the_lease_and_everything_after_it_is_renewed(self) -> None:
+    def test_case_24_nothing_fires_past_the_lease_and_everything_after_it_is_renewed(self) -> None:
         async def story(world: World, store: FaultyStore) -> None:
             await world.create("a", 10_000)
             answered = store.hold("heartbeat")
@@ -556,7 +570,7 @@ class TestLease:
 
         faulty_world(story)
 
-    def test_a_wall_clock_that_jumps_ahead_fires_nothing_early(self) -> None:
+    def test_case_7_a_wall_clock_that_jumps_ahead_fires_nothing_early(self) -> None:
         async def told(clock: VirtualClock) -> None:
             true_time = VirtualClock(clock._loop)
             world = World(clock, MemoryStore(true_time))
@@ -572,7 +586,7 @@ class TestLease:
 
         run_virtual(told)
 
-    def test_a_wall_clock_that_jumps_back_only_delays(self) -> None:
+    def test_case_8_a_wall_clock_that_jumps_back_only_delays(self) -> None:
         async def story(world: World) -> None:
             await world.create("a", 10_000)
             await asyncio.sleep(5)

@@ -171,9 +171,10 @@ class TestTurns:
                 street.seconds[name] = 1
                 street.submit(name, 20)
             await asyncio.sleep(100)
-            assert street.most_in_flight["all"] == 10
+            # One more for each destination that would have none under way (TestHangingDestinations says why).
+            assert 10 <= street.most_in_flight["all"] <= 10 + 4
             assert len(street.finished) == 100
-            assert now_finished(street) == 10  # nothing of it is left unused
+            assert now_finished(street) <= 10  # nothing of it is left unused
             assert street.is_quiet()
 
         on_a_street(story, concurrency_max=10)
@@ -655,3 +656,20 @@ class TestNothingIsLeftBehind:
             assert street.is_quiet()
 
         on_a_street(story, concurrency_max=5)
+
+
+class TestHangingDestinations:
+    def test_many_that_hang_do_not_delay_one_that_answers(self) -> None:
+        """All slots of the total cap are held by calls that hang; a healthy destination still gets its turn."""
+
+        async def story(street: Street) -> None:
+            for number in range(20):
+                street.seconds[f"hangs{number}"] = 30
+                street.submit(f"hangs{number}", 64)
+            await asyncio.sleep(0.1)
+            street.seconds["healthy"] = 0.01
+            street.submit("healthy", 20)
+            await asyncio.sleep(1)
+            assert sum(item.destination == "healthy" for _, item in street.finished) == 20
+
+        on_a_street(story)

@@ -276,7 +276,7 @@ async def test_calls_with_different_deadlines_each_end_at_their_own(client: Http
         assert ended == [30, 90, 150]
 
 
-async def test_connecting_has_a_deadline_of_its_own() -> None:
+async def test_case_12_connecting_has_a_deadline_of_its_own() -> None:
     async def resolve(host: str, port: int) -> Sequence[str]:
         await asyncio.Event().wait()
         return []

@@ -57,7 +57,9 @@ async def endless(writer: asyncio.StreamWriter, piece: bytes) -> None:
     ],
     ids=["until close", "a length of a terabyte", "chunked", "chunks of one byte"],
 )
-async def test_an_endless_body_is_cut_off_and_the_status_decides(client: HttpClient, head: bytes, piece: bytes) -> None:
+async def test_case_13_an_endless_body_is_cut_off_and_the_status_decides(
+    client: HttpClient, head: bytes, piece: bytes
+) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
         await server.read_request(reader)
         writer.write(head)
@@ -120,7 +122,7 @@ async def test_a_large_block_of_headers_in_one_piece_is_an_error(client: HttpCli
         assert "16 KiB of headers" in (await failure(client, server)).reason
 
 
-async def test_a_compressed_answer_is_not_decoded(client: HttpClient) -> None:
+async def test_case_14_a_compressed_answer_is_not_decoded(client: HttpClient) -> None:
     bomb = b"\x1f\x8b" + b"\x00" * 100
     raw = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 102\r\n\r\n" + bomb
     async with answering(raw) as server:

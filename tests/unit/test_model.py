@@ -290,7 +290,7 @@ class TestRetryPolicy:
         pauses = [backoff_ms(RetryPolicy(), retries, 1.0) for retries in range(1, 13)]
         assert pauses == [1_000 * 2**n for n in range(10)] + [600_000, 600_000]
 
-    def test_jitter_is_full_from_nothing_to_the_whole_pause(self) -> None:
+    def test_case_20_jitter_is_full_from_nothing_to_the_whole_pause(self) -> None:
         policy = RetryPolicy(initial_interval_ms=8_000)
         assert [backoff_ms(policy, 1, jitter) for jitter in (0.0, 0.25, 0.5, 1.0)] == [0, 2_000, 4_000, 8_000]
 
@@ -331,13 +331,21 @@ class TestRetryPolicy:
         assert settlement.reached.timer.attempts == max_retries + 1
         assert settlement.reached.timer.extras.last_error == "HTTP 500"
 
-    def test_no_retry_starts_beyond_max_duration_after_the_first_attempt(self) -> None:
+    def test_the_last_retry_starts_at_max_duration_after_the_first_attempt_at_the_latest(self) -> None:
         policy = RetryPolicy(max_duration_ms=10_000)
         timer = replace(attempted(TIMER, NOW_MS - 9_500), retry_policy=policy)
-        last = settled(answered(500), timer, jitter=0.25).rearmed
-        assert last is not None
-        assert last.execute_at_ms == NOW_MS + 500
-        assert settled(answered(500), timer, jitter=0.2505).reached is not None
+        for jitter, pause_ms in ((0.1, 200), (0.25, 500), (0.9, 500)):
+            last = settled(answered(500), timer, jitter=jitter).rearmed
+            assert last is not None
+            assert last.execute_at_ms == NOW_MS + pause_ms
+        over = replace(attempted(TIMER, NOW_MS - 10_000), retry_policy=policy)
+        assert settled(answered(500), over, jitter=0.0).reached is not None
+
+    def test_a_retry_after_beyond_max_duration_ends_it(self) -> None:
+        policy = RetryPolicy(max_duration_ms=10_000)
+        timer = replace(attempted(TIMER, NOW_MS - 9_500), retry_policy=policy)
+        overloaded = Outcome(Contact.ANSWERED, 503, retry_after_ms=600)
+        assert settled(overloaded, timer, jitter=0.0).reached is not None
 
     def test_a_new_occurrence_has_its_whole_duration_again(self) -> None:
         old = replace(attempted(TIMER, 0), retry_policy=RetryPolicy(max_duration_ms=10_000))

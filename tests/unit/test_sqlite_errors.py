@@ -102,7 +102,7 @@ async def _restarted(store: SqliteStore) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_a_disk_that_fills_up_in_the_commit_applies_nothing_and_recovers(
+async def test_case_23_a_disk_that_fills_up_in_the_commit_applies_nothing_and_recovers(
     store: SqliteStore, faults: _Faults
 ) -> None:
     fence = await _claimed(store)

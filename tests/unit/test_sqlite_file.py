@@ -108,7 +108,7 @@ async def test_a_file_without_our_schema_is_not_opened_before_it_is_migrated(tmp
     await (await opened(path)).close()
 
 
-async def test_a_schema_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+async def test_case_53_a_schema_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "duetime.db"
     await (await opened(path)).close()
     with sqlite3.connect(path) as db:

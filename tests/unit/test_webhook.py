@@ -294,7 +294,7 @@ async def test_an_answer_becomes_an_outcome(webhook: Webhook, receiver: Receiver
 
 
 @pytest.mark.parametrize(("of_timer", "of_namespace"), [(1, 60), (None, 1)])
-async def test_a_receiver_that_hangs_is_given_up_at_the_timers_or_the_namespaces_deadline(
+async def test_case_12_a_receiver_that_hangs_is_given_up_at_the_timers_or_the_namespaces_deadline(
     webhook: Webhook, receiver: Receiver, of_timer: int | None, of_namespace: int
 ) -> None:
     async def hang() -> bytes:
@@ -352,7 +352,7 @@ async def test_a_bug_is_a_broken_attempt_and_logged_once(
     assert (await webhook.deliver(attempt(timer(receiver.url)))).status == 200
 
 
-async def test_a_redirect_is_not_followed(webhook: Webhook, receiver: Receiver) -> None:
+async def test_case_15_a_redirect_is_not_followed(webhook: Webhook, receiver: Receiver) -> None:
     receiver.answer = b"HTTP/1.1 307 Go\r\nlocation: %s\r\ncontent-length: 0\r\n\r\n" % receiver.url.encode()
     assert (await webhook.deliver(attempt(timer(receiver.url)))).status == 307
     assert len(receiver.requests) == 1

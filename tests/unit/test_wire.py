@@ -172,6 +172,33 @@ def test_what_is_wrong_is_refused_with_its_field_named(fields: dict[str, Any], f
     assert field.rpartition(".")[2] in error.detail
 
 
+@pytest.mark.parametrize(
+    ("fields", "detail"),
+    [
+        ({"delay": 5}, "delay must be a string, not a number"),
+        ({"timerId": None}, "timerId must be a string, not null"),
+        ({"ifAbsent": 1}, "ifAbsent must be true or false, not a number"),
+        ({"tags": "x"}, "tags must be a list, not a string"),
+        ({"tags": [1.5]}, "tags[0] must be a string, not a decimal number"),
+        ({"headers": []}, "headers must be an object, not a list"),
+        ({"headers": {"x": {}}}, "every value of headers must be a string, not an object"),
+        ({"callbackTimeoutSeconds": True}, "callbackTimeoutSeconds must be a whole number, not true or false"),
+        ({"callbackTimeoutSeconds": 301}, "callbackTimeoutSeconds must be a whole number of at most 300"),
+        ({"retryPolicy": {"backoffMultiplier": 0}}, "retryPolicy.backoffMultiplier must be a number of at least 1"),
+    ],
+)
+def test_a_wrong_type_is_told_in_the_words_of_json(fields: dict[str, Any], detail: str) -> None:
+    assert refusal(create(**fields)).detail == detail
+
+
+def test_an_unknown_state_is_answered_with_those_there_are() -> None:
+    with pytest.raises(InvalidField) as caught:
+        decode.decode_filter(b'{"state":"foo"}', LIMITS)
+    assert caught.value.field == "state"
+    for state in State:
+        assert state.value in caught.value.detail
+
+
 def test_a_missing_id_is_named() -> None:
     error = refusal(b'{"delay":"1s"}')
     assert (error.field, error.detail) == ("timerId", "timerId is required")
@@ -189,8 +216,8 @@ def test_ids_are_kept_as_they_are(timer_id: str) -> None:
         (b"  ", "empty"),
         (b"[]", "object"),
         (b'"x"', "object"),
-        (b"{", "not JSON"),
-        (b'{"timerId":"t"} x', "not JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"timerId":"t"} x', "not valid JSON"),
         (b'{"timerId":"\xff","delay":"1s"}', "UTF-8"),
         (b'{"timerId":"t","delay":"1s","payload":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deep"),
         (b'{"a\\ud800":1}', "surrogate"),

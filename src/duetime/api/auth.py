@@ -39,6 +39,11 @@ class Caller(Struct, frozen=True):
         return self.namespaces is None or namespace in self.namespaces
 
 
+class _CrossOrigin(Forbidden):
+    code = "cross_origin"
+    title = "Sent by the page of another web site"
+
+
 _ALL_VERBS = frozenset({"read", "write", "admin"})
 ANYONE = Caller("anyone", _ALL_VERBS, None)
 
@@ -90,10 +95,13 @@ def _refuse_other_sites(request: Request, *, open_to_all: bool) -> None:
     Only browsers send Origin. It must be the address the request was sent to; and without tokens that
     address must be a loopback one, because a page can make its own name point there (DNS rebinding).
     """
-    origin = urlsplit(request.header(b"origin") or "")
+    try:
+        origin = urlsplit(request.header(b"origin") or "")
+    except ValueError:  # brackets that do not match: no browser's
+        origin = urlsplit("")
     same = bool(origin.netloc) and origin.netloc == (request.header(b"host") or "")
     if not same or (open_to_all and not _is_loopback_host(origin.hostname or "")):
-        raise Forbidden("requests from the pages of other sites are refused", code="cross_origin")
+        raise _CrossOrigin("requests from the pages of other sites are refused")
 
 
 def split_listen(listen: str) -> tuple[str, int]:

@@ -31,6 +31,7 @@ from duetime.model import (
     Namespace,
     NamespaceSpec,
     RetryPolicy,
+    State,
     TimerFilter,
     TimerKey,
     TimerPatch,
@@ -232,12 +233,35 @@ def _explained(message: str) -> InvalidField:
         if field == "schedule":
             return InvalidField(field, "schedule is not supported by this version: use executeAt or delay")
         return InvalidField(field, f"{field} is not a field of this request")
-    fault = fault.replace("`", "").removeprefix("Expected ")
-    if not path:
-        return InvalidField(None, f"the body must be {fault}")
-    if fault.startswith("Invalid enum value"):
-        return InvalidField(path, f"{path} must not be {fault.removeprefix('Invalid enum value ')}")
-    return InvalidField(path, f"{path} must be {fault}")
+    field, of_values, _ = path.partition("[...]")  # msgspec does not say which entry of a map it was
+    subject = f"every value of {field}" if of_values else field or "the body"
+    return InvalidField(field or None, f"{subject} {_in_words(fault)}")
+
+
+_EXPECTED = re.compile(r"Expected `([a-z |]+)`(?: ([<>]=) ([0-9.]+))?(?:, got `(\w+)`)?")
+_KINDS = {
+    "str": "a string",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+_KINDS_MET = {**_KINDS, "int": "a number", "float": "a decimal number"}
+
+
+def _in_words(fault: str) -> str:
+    """msgspec speaks of the types of Python; whoever sends JSON knows them by other names."""
+    if fault.startswith("Invalid enum value "):  # the only enum of a request is `state`
+        return f"must be one of {', '.join(State)}, not {fault.removeprefix('Invalid enum value ')}"
+    match = _EXPECTED.fullmatch(fault)
+    if match is None:
+        return f"is not valid: {fault}"
+    kinds, relation, bound, met = match.groups()
+    words = " or ".join(_KINDS.get(kind, kind) for kind in kinds.split(" | ") if kind != "null")
+    if relation is not None:
+        return f"must be {words} of at {'least' if relation == '>=' else 'most'} {bound.removesuffix('.0')}"
+    return f"must be {words}" + (f", not {_KINDS_MET.get(met, met)}" if met else "")
 
 
 def _malformed(body: bytes, message: str) -> InvalidField:
@@ -246,7 +270,7 @@ def _malformed(body: bytes, message: str) -> InvalidField:
     field = _field_with_lone_surrogate(body)
     if field is not None:
         return InvalidField(field or None, f"{field or 'the body'} has half of a surrogate pair, which is no character")
-    return InvalidField(None, f"the body is not JSON: {message.removeprefix('JSON is malformed: ')}")
+    return InvalidField(None, f"the body is not valid JSON: {message.removeprefix('JSON is malformed: ')}")
 
 
 def _field_with_lone_surrogate(body: bytes) -> str | None:
@@ -254,13 +278,14 @@ def _field_with_lone_surrogate(body: bytes) -> str | None:
     if re.search(rb"\\u[dD][89a-fA-F]", body) is None:
         return None
     try:
-        document = json.loads(body)
+        # Objects as lists of their members: of two with one name, either may be the one.
+        document = json.loads(body, object_pairs_hook=list)
+        for name, value in document if body.lstrip().startswith(b"{") else ():
+            if _has_surrogate(value):
+                return str(name)
+        return "" if _has_surrogate(document) else None
     except (ValueError, RecursionError):
         return None
-    for name, value in document.items() if isinstance(document, dict) else ():
-        if isinstance(name, str) and _has_surrogate(value):
-            return str(name)
-    return "" if _has_surrogate(document) else None
 
 
 def _has_surrogate(value: Any) -> bool:

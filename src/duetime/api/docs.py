@@ -94,7 +94,7 @@ def _table(schema: Json) -> str:
         f"<td>{_type(part)}</td><td>{_about(part)}</td></tr>"
         for name, part in schema["properties"].items()
     ]
-    return f"<table>{''.join(rows)}</table>"
+    return f"<table class=fields>{''.join(rows)}</table>"
 
 
 def _shape(name: str, schema: Json) -> str:
@@ -177,7 +177,13 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 td { border-top: 1px solid var(--line); padding: .4rem .8rem .4rem 0; vertical-align: top; }
 td:first-child { white-space: nowrap; } td:nth-child(2) { color: var(--soft); }
 summary { cursor: pointer; color: var(--soft); margin-top: 1rem; }
-@media (max-width: 50rem) { body { display: block; padding: 0 1rem; } nav { position: static; max-height: none; } }
+@media (max-width: 50rem) {
+  body { display: block; padding: 0 1rem; }
+  nav { position: static; max-height: none; }
+  .fields td { display: block; border: 0; padding: 0; }
+  .fields td:first-child { border-top: 1px solid var(--line); padding-top: .4rem; white-space: normal; }
+  .fields td:last-child { padding-bottom: .4rem; }
+}
 """
 
 _SCRIPT = """

@@ -34,7 +34,7 @@ def encode_view(view: TimerView) -> bytes:
 
 
 def encode_created(created: Created) -> bytes:
-    return _encode(wire.CreatedAnswer(timer_json(created.view), created.replaced))
+    return _encode(wire.CreatedAnswer(timer_json(created.view), created.replaced, created.existed))
 
 
 def encode_updated(updated: Updated) -> bytes:
@@ -51,7 +51,7 @@ def encode_created_many(results: Sequence[Created | DuetimeError]) -> bytes:
 
 def _create_result(result: Created | DuetimeError) -> wire.CreateResult:
     if isinstance(result, Created):
-        return wire.CreateResult(timer_json(result.view), result.replaced)
+        return wire.CreateResult(timer_json(result.view), result.replaced, result.existed)
     return wire.CreateResult(error=wire.problem_of(result))
 
 

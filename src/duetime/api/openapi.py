@@ -28,7 +28,8 @@ durations texts such as `90s` or `PT1H30M`.
 
 Errors are `application/problem+json` (RFC 9457): programs look at `code`, and `field` names the field at fault. \
 With `not_applied` nothing was changed and the request may be repeated; with `outcome_unknown` the write may or \
-may not have happened: a create may be repeated all the same, because it replaces, anything else should look first.
+may not have happened. Then, as after no answer at all, reads, deletes and creates with `ifAbsent` may be repeated; \
+a plain create should not be, because it would fire again if the timer has fired meanwhile.
 
 When the server has tokens, send one as `Authorization: Bearer TOKEN`. A token is good for some namespaces and \
 some of the verbs `read`, `write` and `admin`; `admin` includes the other two.
@@ -37,16 +38,19 @@ some of the verbs `read`, `write` and `admin`; `admin` includes the other two.
 _PROBLEMS = {
     400: "The request is at fault; `field` says where.",
     401: "A token is required, and the one sent is none.",
-    403: "The token lacks the verb or the namespace.",
+    403: "The token lacks the verb or the namespace; or (`cross_origin`) the page of another web site sent this.",
     404: "There is no such timer or namespace (`timer_not_found`, `namespace_not_found`).",
+    408: "The request did not arrive in time; nothing was applied.",
     409: "The state of the timer or namespace does not allow this.",
     413: "The body or the payload is too large.",
     415: "The body is not declared as JSON.",
     429: "Too many writes are waiting; nothing was applied. Retry after the time in `Retry-After`.",
+    431: "The head of the request is too large.",
     500: "A defect of the server; `requestId` leads to it in the log.",
     503: "`not_applied`: not now, nothing was changed, retry. `outcome_unknown`: the write may have been applied.",
 }
-_EVERYWHERE = (400, 401, 403, 413, 415, 500)
+# 408, 431 and (too many connections) 503 may come before the path is even looked at.
+_EVERYWHERE = (400, 401, 403, 408, 413, 415, 431, 500, 503)
 
 
 @cache

@@ -37,8 +37,9 @@ ROUTES = (
         request=wire.CreateTimerJson,
         answer=wire.CreatedAnswer,
         summary="Create or replace a timer",
-        description="The answer means that the timer is on disk and will fire. A timer of the same name is replaced, "
-        "so sending a create again is safe. Give exactly one of `executeAt` and `delay`.",
+        description="The answer means that the timer is on disk and will fire. A scheduled timer of the same name is "
+        "replaced; one that has fired meanwhile is made anew, and fires again. With `ifAbsent` a create may safely be "
+        "repeated. Give exactly one of `executeAt` and `delay`.",
         example={
             "timerId": "order-17",
             "delay": "10s",

@@ -14,28 +14,30 @@ import sys
 from argparse import Namespace as Arguments
 from collections.abc import Sequence
 
-from duetime.cli.arguments import build_parser
-from duetime.errors import DuetimeError, NotFound, OutcomeUnknown, Rejected, SetupError
+from duetime.cli.arguments import Misuse, build_parser
+from duetime.cli.faults import BROKEN_PIPE, INTERRUPTED, USAGE, UsageError, exit_code, tell
+from duetime.errors import DuetimeError
 
 __all__ = ["main"]
-
-OK, FAILED, USAGE, NOT_FOUND, REFUSED, UNREACHABLE, UNKNOWN = range(7)
-INTERRUPTED, BROKEN_PIPE = 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ✓ gets "?", not a traceback
+    as_json = "--json" in (sys.argv[1:] if argv is None else argv)
     try:
         arguments = build_parser().parse_args(argv)
-    except SystemExit as stop:  # argparse ends the process by itself: --help, wrong usage
+    except Misuse as misuse:
+        tell(UsageError(misuse.detail if as_json else f"{misuse.detail}\n{misuse.usage}"), as_json=as_json)
+        return USAGE
+    except SystemExit as stop:  # argparse ends the process by itself: --help, --version
         return stop.code if isinstance(stop.code, int) else USAGE
     try:
         code = run(arguments)
         sys.stdout.flush()
     except DuetimeError as error:
-        print(f"duetime: {said(error)}", file=sys.stderr)
+        tell(error, as_json=as_json)
         return exit_code(error)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -55,26 +57,3 @@ def run(arguments: Arguments) -> int:
 
         result = asyncio.run(result)
     return int(result)
-
-
-def exit_code(error: DuetimeError) -> int:
-    if isinstance(error, NotFound):
-        return NOT_FOUND
-    if isinstance(error, Rejected):
-        return REFUSED
-    if isinstance(error, OutcomeUnknown):
-        return UNKNOWN
-    if isinstance(error, SetupError):
-        return USAGE
-    return UNREACHABLE if error.status in (0, 429, 503) else FAILED
-
-
-def said(error: DuetimeError) -> str:
-    text = error.detail
-    if error.field and error.field not in text:
-        text = f"{error.field}: {text}"
-    if error.status == 0:
-        text += "\nIs the server running? `duetime serve` starts one; --url or DUETIME_URL point to one."
-    elif error.status == 401:
-        text += "\nGive a token with --token or DUETIME_TOKEN."
-    return text

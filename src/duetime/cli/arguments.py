@@ -1,4 +1,4 @@
-"""What can be typed: every command with its options, a description and examples. No other import than argparse.
+"""What can be typed: every command with its options, a description and examples. No import of the package.
 
 Each command names the function that runs it as "file:function", so that nothing is imported before it is needed.
 """
@@ -6,10 +6,13 @@ Each command names the function that runs it as "file:function", so that nothing
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["build_parser"]
+__all__ = ["Misuse", "build_parser"]
 
 OVERVIEW = """\
 Duetime: a durable timer service. You say what to call and when; it calls, at least once.
@@ -25,10 +28,10 @@ EXIT_CODES = """\
 exit codes:
   0  done
   1  the operation failed: a watched timer failed, doctor found something wrong
-  2  wrong usage or configuration
+  2  wrong usage or configuration; no server was asked
   3  no such timer or namespace
   4  refused: invalid, in conflict, too large, or not allowed; nothing was changed
-  5  no server, or it cannot serve now; nothing was changed, try again
+  5  no Duetime at that URL, or it cannot serve now; nothing was changed, try again
   6  outcome unknown: the write may or may not have happened
   130  interrupted
 """
@@ -47,6 +50,38 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options |= {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(**options)
+        # "-5s" is a wrong duration, not an option: no option here begins with a digit.
+        self._negative_number_matcher = re.compile(r"-\d")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """An unknown option is the fault of the command it was given to: argparse would leave it to `duetime`."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown: {' '.join(unknown)}{_did_you_mean(unknown[0], self._option_string_actions)}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = _did_you_mean(str(value), action.choices) or f"; there are {', '.join(action.choices)}"
+            raise argparse.ArgumentError(action, f"there is no {value!r}{known}")
+
+    def error(self, message: str) -> Any:
+        raise Misuse(message.removeprefix("argument "), self)
+
+
+class Misuse(SystemExit):
+    """A command line that cannot be understood: why, and how the command is used, in a line."""
+
+    def __init__(self, detail: str, parser: argparse.ArgumentParser) -> None:
+        super().__init__(2)
+        self.detail = detail
+        places = [str(action.metavar or action.dest) for action in parser._actions if not action.option_strings]
+        self.usage = f"usage: {' '.join([parser.prog, *places, '[options]'])}; `{parser.prog} --help` explains"
+
+
+def _did_you_mean(typed: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(typed.partition("=")[0], list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 _Commands = Any  # argparse's own name for this is private
@@ -72,6 +107,53 @@ def _version() -> str:
     from duetime import __version__
 
     return f"duetime {__version__}"
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def _number(least: int, most: int | None = None) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        range_said = f"between {least} and {most}" if most is not None else f"of at least {least}"
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"must be a whole number {range_said}, not {text}")
+        return value
+
+    return read
+
+
+_port = _number(0, 65_535)
+
+
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, as in 127.0.0.1:8463, not {text}")
+    try:
+        _port(port)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"the port {error}") from None
+    return text
+
+
+def _store_url(text: str) -> str:
+    if not re.match(r"\w[\w+.-]+:", text):
+        raise argparse.ArgumentTypeError(f"must be a URL; the file {text} is sqlite:///{text}")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text}")
+    return value
 
 
 # --- pieces --------------------------------------------------------------------------------------
@@ -103,8 +185,10 @@ def _server_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--url", help="the server (DUETIME_URL; else http://127.0.0.1:8463)")
     group.add_argument("--token", help="bearer token (better: DUETIME_TOKEN)")
-    group.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="give up after (default 10)")
-    group.add_argument("--json", action="store_true", help="JSON for programs; a list is one object per line")
+    group.add_argument("--timeout", type=_seconds, default=10.0, metavar="SECONDS", help="give up after (default 10)")
+    group.add_argument(
+        "--json", action="store_true", help="JSON for programs, errors too; a list is one object per line"
+    )
 
 
 def _namespace_option(parser: argparse.ArgumentParser) -> None:
@@ -115,8 +199,12 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", default=os.environ.get("DUETIME_CONFIG"), help="TOML file (DUETIME_CONFIG)"
     )
-    parser.add_argument("--store", metavar="URL", help="sqlite:///relative.db, sqlite:////absolute.db, memory://")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="address of the HTTP API (default 127.0.0.1:8463)")
+    parser.add_argument(
+        "--store", type=_store_url, metavar="URL", help="sqlite:///relative.db, sqlite:////absolute.db, memory://"
+    )
+    parser.add_argument(
+        "--listen", type=_address, metavar="HOST:PORT", help="address of the HTTP API (default 127.0.0.1:8463)"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting; repeatable"
     )
@@ -135,7 +223,7 @@ def _serving_commands(commands: _Commands) -> None:
         "duetime demo --exit --port 0",
     )
     demo.add_argument("--exit", action="store_true", help="end after the show instead of serving on")
-    demo.add_argument("--port", type=int, help="of the server (default: 8463 if it is free; 0: any free one)")
+    demo.add_argument("--port", type=_port, help="of the server (default: 8463 if it is free; 0: any free one)")
     serve = _command(
         commands,
         "serve",
@@ -145,7 +233,7 @@ def _serving_commands(commands: _Commands) -> None:
         "duetime serve --store sqlite:////var/lib/duetime/timers.db --listen 0.0.0.0:8463 --config duetime.toml",
         "duetime serve --set log.format=json --set delivery.concurrency_per_destination=16",
         more="Ends cleanly on Ctrl-C or SIGTERM. Settings: flags win over environment variables, those over the\n"
-        "file; `duetime config show` prints what is in force.",
+        "file; `duetime config show` with the same flags prints what comes of it.",
     )
     _config_options(serve)
     listen = _command(
@@ -158,16 +246,18 @@ def _serving_commands(commands: _Commands) -> None:
         "duetime listen --answer fail --once 3",
     )
     listen.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    listen.add_argument("--port", type=int, default=9000, help="port (default 9000; 0: any free one)")
+    listen.add_argument("--port", type=_port, default=9000, help="port (default 9000; 0: any free one)")
     listen.add_argument(
-        "--secret", action="append", default=[], metavar="whsec_…", help="verify signatures by it; repeatable"
+        "--secret", action="append", default=[], metavar="whsec_…", help="refuse (401) what it did not sign; repeatable"
     )
     listen.add_argument(
         "--answer", default="ok", metavar="ok|fail|again=10s", help="what to answer: done, try again, or call again at"
     )
-    listen.add_argument("--status", type=int, default=200, metavar="CODE", help="HTTP status to answer (default 200)")
+    listen.add_argument(
+        "--status", type=_number(200, 599), default=200, metavar="CODE", help="HTTP status to answer (default 200)"
+    )
     listen.add_argument("--delay", default="0s", metavar="DURATION", help="wait before answering")
-    listen.add_argument("--once", type=int, metavar="N", help="end after N callbacks")
+    listen.add_argument("--once", type=_number(1), metavar="N", help="end after N callbacks that were not refused")
     listen.add_argument("--json", action="store_true", help="one JSON object per callback")
 
 
@@ -182,8 +272,12 @@ def _timer_commands(timer: _Commands) -> None:
         "duetime timer create order-17 --in 30m --to http://127.0.0.1:9000/hook --payload '{\"order\":17}'",
         "duetime timer create party --at 2027-01-01T09:00:00+01:00 --to https://shop.example/hook --payload @body.json",
     )
-    _timer_options(create)
-    create.add_argument("--if-absent", action="store_true", help="refuse if the id is taken; makes a repeat safe")
+    _timer_options(create, when_required=True)
+    create.add_argument(
+        "--if-absent",
+        action="store_true",
+        help="never replace: the same timer is left as it is, a different one refused; makes a repeat safe",
+    )
     _timer(timer, "get", "show a timer", "duetime timer get order-17", "duetime timer get order-17 --json")
     update = _timer(
         timer,
@@ -199,7 +293,7 @@ def _timer_commands(timer: _Commands) -> None:
         "watch",
         "print each change of a timer until it is over",
         "duetime timer watch order-17",
-        more="Ends with 0 if it was delivered, else with 1.",
+        more="Ends with 0 if it was delivered, else with 1. Waits up to a minute for a server that goes away.",
     )
     _timer(timer, "fire-now", "fire a scheduled timer at once", "duetime timer fire-now order-17")
     _timer(timer, "replay", "fire a timer that is over once more", "duetime timer replay order-17")
@@ -216,8 +310,8 @@ def _timer(
     return parser
 
 
-def _timer_options(parser: argparse.ArgumentParser) -> None:
-    when = parser.add_mutually_exclusive_group()
+def _timer_options(parser: argparse.ArgumentParser, *, when_required: bool = False) -> None:
+    when = parser.add_mutually_exclusive_group(required=when_required)
     when.add_argument("--in", dest="delay", metavar="DURATION", help='from now, as in "90s", "1h30m", "2d"')
     when.add_argument("--at", metavar="INSTANT", help='with an offset, as in "2027-01-01T09:00:00+01:00"')
     parser.add_argument("--to", metavar="URL", help="what to call (default: the namespace's)")
@@ -226,13 +320,18 @@ def _timer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tag", action="append", metavar="TAG", help="to find it by; repeatable")
     parser.add_argument("--correlation-id", metavar="TEXT", help="handed on to the receiver")
     parser.add_argument("--callback-timeout", type=int, metavar="SECONDS", help="of one attempt")
-    parser.add_argument("--max-retries", type=int, metavar="N", help="attempts after the first")
-    parser.add_argument("--retry-from", metavar="DURATION", help="first pause between attempts (default 1s)")
-    parser.add_argument("--retry-up-to", metavar="DURATION", help="longest pause between attempts (default 10m)")
-    parser.add_argument("--retry-for", metavar="DURATION", help="how long to keep trying (default 24h)")
+    _retry_options(parser, "if one is given, the others have the defaults below, not the namespace's")
     late = parser.add_mutually_exclusive_group()
     late.add_argument("--skip-if-late-by", metavar="DURATION", help="rather not at all than later than this")
     late.add_argument("--fail-if-late-by", metavar="DURATION", help="the same, but counted as failed")
+
+
+def _retry_options(parser: argparse.ArgumentParser, description: str) -> None:
+    group = parser.add_argument_group("retries", description)
+    group.add_argument("--max-retries", type=int, metavar="N", help="attempts after the first (default: no limit)")
+    group.add_argument("--retry-from", metavar="DURATION", help="first pause between attempts (default 1s)")
+    group.add_argument("--retry-up-to", metavar="DURATION", help="longest pause between attempts (default 10m)")
+    group.add_argument("--retry-for", metavar="DURATION", help="how long to keep trying (default 24h)")
 
 
 def _list_command(timer: _Commands) -> None:
@@ -240,9 +339,10 @@ def _list_command(timer: _Commands) -> None:
         timer,
         "list",
         "timers:list_timers",
-        "list timers, the next due first",
+        "list timers: first those to come by due time, then the ended ones",
         "duetime timer list --state failed",
         "duetime timer list --limit 0 --json | jq -r .timerId",
+        more="An id that was used again appears once for each of its lives that is still kept.",
         server=True,
     )
     _namespace_option(listing)
@@ -252,7 +352,7 @@ def _list_command(timer: _Commands) -> None:
     listing.add_argument("--tag", metavar="TAG")
     listing.add_argument("--prefix", metavar="TEXT", help="ids that begin with it")
     listing.add_argument("--correlation-id", metavar="TEXT")
-    listing.add_argument("--limit", type=int, default=50, metavar="N", help="at most (default 50; 0: all)")
+    listing.add_argument("--limit", type=_number(0), default=50, metavar="N", help="at most (default 50; 0: all)")
 
 
 # --- namespace -----------------------------------------------------------------------------------
@@ -266,7 +366,7 @@ def _namespace_commands(commands: _Commands) -> None:
         "duetime namespace create orders --shards 64 --to https://shop.example/hooks/timers",
     )
     create.add_argument("--shards", type=int, metavar="N", help="never changes afterwards (default: the server's)")
-    _namespace_options(create)
+    _namespace_options(create, "sign callbacks by it; repeatable")
     _namespace(commands, "get", "show a namespace", "duetime namespace get orders")
     _command(commands, "list", "namespaces:list_all", "list namespaces", "duetime namespace list", server=True)
     _namespace_options(
@@ -275,7 +375,8 @@ def _namespace_commands(commands: _Commands) -> None:
             "update",
             "change defaults of a namespace",
             "duetime namespace update orders --callback-timeout 30",
-        )
+        ),
+        "sign by it instead of all there are; repeatable (rotate-secret keeps the newest)",
     )
     _namespace(commands, "delete", "delete a namespace", "duetime namespace delete orders")
     rotate = _namespace(
@@ -296,14 +397,15 @@ def _namespace(commands: _Commands, name: str, help: str, *examples: str, more: 
     return parser
 
 
-def _namespace_options(parser: argparse.ArgumentParser) -> None:
+def _namespace_options(parser: argparse.ArgumentParser, secret_help: str) -> None:
     parser.add_argument("--to", metavar="URL", help="default target of its timers")
-    parser.add_argument("--callback-timeout", type=int, metavar="SECONDS")
+    parser.add_argument("--callback-timeout", type=int, metavar="SECONDS", help="of one attempt (default 10)")
     parser.add_argument("--require-ok", action=argparse.BooleanOptionalAction, help='demand {"ok": true} of receivers')
     parser.add_argument("--keep-delivered", metavar="DURATION", help="retention of delivered timers (default 1d)")
     parser.add_argument("--keep-failed", metavar="DURATION", help="retention of failed timers (default 30d)")
-    parser.add_argument("--payload-bytes-max", type=int, metavar="N")
-    parser.add_argument("--secret", action="append", metavar="whsec_…", help="sign callbacks by it; repeatable")
+    parser.add_argument("--payload-bytes-max", type=int, metavar="N", help="largest payload (default: the server's)")
+    parser.add_argument("--secret", action="append", metavar="whsec_…", help=secret_help)
+    _retry_options(parser, "of timers without their own; if one is given, the others have the defaults below")
 
 
 # --- operating -----------------------------------------------------------------------------------
@@ -334,7 +436,7 @@ def _operating_commands(commands: _Commands) -> None:
         config,
         "show",
         "serving:show_config",
-        "print the configuration in force, secrets redacted",
+        "print the configuration that `serve` would use with the same flags, file and environment, secrets redacted",
         "duetime config show",
         "duetime config show --env",
         "duetime config show --config duetime.toml --set log.level=debug --json",

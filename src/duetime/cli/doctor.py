@@ -17,12 +17,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from duetime import __version__
+from duetime.api.auth import split_listen
 from duetime.cli.about import installed
 from duetime.cli.cluster import lateness_of
 from duetime.cli.connect import client_of, print_json
 from duetime.cli.screen import painted, spoken
 from duetime.cli.serving import configured
-from duetime.client import ConnectionFailed, DuetimeError
+from duetime.client import ConnectionFailed, DuetimeError, Unauthenticated
 from duetime.config import Config
 from duetime.errors import SchemaMismatch
 from duetime.store import open_store
@@ -61,22 +62,33 @@ async def doctor(arguments: Arguments) -> int:
         report(finding)
     config = None
     try:
-        config = configured(arguments)
+        loaded = configured(arguments)
+        split_listen(loaded.server.listen)
+        config = loaded
         report(Finding("configuration", GOOD, f"valid; file: {arguments.config or 'none, defaults and environment'}"))
     except DuetimeError as error:
-        report(Finding("configuration", WRONG, error.detail, "`duetime config show` prints what is in force"))
+        report(
+            Finding(
+                "configuration",
+                WRONG,
+                error.detail,
+                "`duetime config show` prints what comes of flags, file and environment",
+            )
+        )
     if config is not None:
         report(_descriptors(config))
         async for finding in _store(config):
             report(finding)
-    async for finding in _server(arguments):
+    async for finding in _server(arguments, config):
         report(finding)
     wrong = sum(finding.verdict == WRONG for finding in findings)
+    warnings = sum(finding.verdict == NOTE for finding in findings)
     if arguments.json:
         for finding in findings:
             print_json(finding)
     else:
-        print(f"\n{wrong} wrong" if wrong else "\nnothing is wrong")
+        also = f"; {warnings} warning{'s' * (warnings > 1)}, marked !" if warnings else ""
+        print(f"\n{f'{wrong} wrong' if wrong else 'nothing is wrong'}{also}")
     return 1 if wrong else 0
 
 
@@ -207,15 +219,20 @@ def _file_system(folder: Path) -> str:
 # --- the server ----------------------------------------------------------------------------------
 
 
-async def _server(arguments: Arguments) -> AsyncIterator[Finding]:
+async def _server(arguments: Arguments, config: Config | None) -> AsyncIterator[Finding]:
+    asked_for = arguments.url or os.environ.get("DUETIME_URL")
+    if not asked_for and config is not None:
+        arguments.url = _url_of(config)
     async with client_of(arguments) as client:
         try:
             status = await client.cluster_status()
         except ConnectionFailed as error:
             # Nobody said that there is one: then its absence is no fault.
-            asked_for = arguments.url or os.environ.get("DUETIME_URL")
             verdict = WRONG if asked_for else NOTE
             yield Finding("server", verdict, error.detail, "start one with `duetime serve`, or point to one with --url")
+            return
+        except Unauthenticated as error:
+            yield Finding("server", WRONG, f"{client.url}: {error.detail}", "give one with --token or DUETIME_TOKEN")
             return
         except DuetimeError as error:
             yield Finding("server", WRONG, f"{client.url}: {error.detail}")
@@ -253,3 +270,10 @@ async def _server(arguments: Arguments) -> AsyncIterator[Finding]:
     )
     late = (status.lateness_p99_ms or 0) > LATE_WARN_MS
     yield Finding("lateness", NOTE if late else GOOD, lateness_of(status))
+
+
+def _url_of(config: Config) -> str | None:
+    """Where a server of this configuration would be found from here; None: nobody knows (any free port)."""
+    host, port = split_listen(config.server.listen)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # all addresses: then also this one
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}" if port else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from argparse import Namespace as Arguments
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -10,8 +11,9 @@ from datetime import UTC, datetime, timedelta
 from msgspec import Struct
 
 from duetime.cli.connect import print_json
+from duetime.cli.faults import UsageError
 from duetime.cli.screen import json_line, lateness, now_ms, painted, shortened, time_of_day
-from duetime.client import Callback, DuetimeError, InvalidField, again_at, ok, read_callback, retry
+from duetime.client import Callback, DuetimeError, again_at, ok, read_callback, retry
 from duetime.errors import SetupError
 from duetime.http_server import Handler, HttpServer, Request, Response, serve_http
 from duetime.signing import SignatureError, check_secret
@@ -22,20 +24,23 @@ __all__ = ["Heard", "heard", "listen", "receive_on"]
 
 
 class Heard(Struct, frozen=True):
-    """A callback that came, and whether to believe it. `signature`: "ok", "none", or "bad: …"."""
+    """A callback that came, and whether to believe it. `signature`: "ok", "none", "not checked", or "bad: …"."""
 
     callback: Callback
     signature: str
+    refused: bool = False  # there are secrets, and none of them signed it
 
 
 def heard(request: Request, secrets: Sequence[str]) -> Heard:
     callback = read_callback(request.body, request.headers)
-    if not secrets or request.header(b"webhook-signature") is None:
-        return Heard(callback, "none")
+    if request.header(b"webhook-signature") is None:
+        return Heard(callback, "none", refused=bool(secrets))
+    if not secrets:
+        return Heard(callback, "not checked")
     try:
         verify_signature(request.body, request.headers, secrets, now_s=now_ms() / 1_000)
     except SignatureError as error:
-        return Heard(callback, f"bad: {error}")
+        return Heard(callback, f"bad: {error}", refused=True)
     return Heard(callback, "ok")
 
 
@@ -45,7 +50,8 @@ async def receive_on(host: str, port: int, handler: Handler) -> HttpServer:
             handler, host, port, body_bytes_max=16 * 1024 * 1024, connections_max=1_024, idle_timeout_ms=75_000
         )
     except OSError as error:
-        raise SetupError(f"cannot listen on {host}:{port}: {error.strerror}; --port 0 takes a free one") from None
+        in_use = "the port is in use; --port 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+        raise SetupError(f"cannot listen on {host}:{port}: {in_use or error.strerror or error}") from None
 
 
 async def listen(arguments: Arguments) -> int:
@@ -63,8 +69,10 @@ async def listen(arguments: Arguments) -> int:
         except DuetimeError as error:
             _print_stranger(request, error, as_json=arguments.json)
             return Response(400, b"")
-        count += 1
         _print(what, as_json=arguments.json)
+        if what.refused:
+            return Response(401, b"")
+        count += 1
         if delay_s:
             await asyncio.sleep(delay_s)
         if arguments.once and count >= arguments.once:
@@ -94,21 +102,21 @@ def _answer(text: str) -> Callable[[], bytes]:
     if kind == "again":
         after = timedelta(milliseconds=_milliseconds("--answer again", value))
         return lambda: again_at(datetime.fromtimestamp(now_ms() / 1_000, UTC) + after)
-    raise InvalidField("--answer", f"--answer {text}: must be ok, fail, or again=DURATION as in again=10s")
+    raise UsageError(f"--answer {text}: must be ok, fail, or again=DURATION as in again=10s")
 
 
 def _milliseconds(option: str, text: str) -> int:
     try:
         return parse_duration(text)
     except ValueError as error:
-        raise InvalidField(option, f"{option} {error}") from None
+        raise UsageError(f"{option} {error}") from None
 
 
 def _check_secret(secret: str) -> None:
     try:
         check_secret(secret)
     except ValueError as error:
-        raise InvalidField("--secret", f"--secret {error}") from None
+        raise UsageError(f"--secret {error}") from None
 
 
 def _print(what: Heard, *, as_json: bool) -> None:
@@ -117,14 +125,14 @@ def _print(what: Heard, *, as_json: bool) -> None:
     if as_json:
         print_json({"callback": callback, "lateByMs": round(late_by_ms), "signature": what.signature})
     else:
-        style = {"ok": "green", "none": "dim"}.get(what.signature, "red")
+        style = "red" if what.refused else "green" if what.signature == "ok" else "dim"
         payload = "" if callback.payload is None else shortened(json_line(callback.payload), 60)
         print(
             time_of_day(),
             painted(f"{callback.namespace}/{callback.timer_id}", "bold"),
             f"attempt {callback.attempt}",
             lateness(late_by_ms),
-            painted(f"signature {what.signature}", style),
+            painted(f"signature {what.signature}{', refused' * what.refused}", style),
             payload,
             sep="  ",
         )

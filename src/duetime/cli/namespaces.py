@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace as Arguments
 
-from duetime.cli.connect import client_of, print_json
-from duetime.cli.screen import painted, show_fields, show_table
-from duetime.client import InvalidField, Namespace, NamespaceSettings
+from duetime.cli.connect import client_of, print_json, retry_policy_of
+from duetime.cli.faults import UsageError
+from duetime.cli.screen import painted, retries, show_fields, show_table
+from duetime.client import Namespace, NamespaceSettings
 
 __all__ = ["create", "delete", "get", "list_all", "rotate_secret", "update"]
 
@@ -53,7 +54,7 @@ async def list_all(arguments: Arguments) -> int:
 async def update(arguments: Arguments) -> int:
     settings = _settings(arguments)
     if not settings:
-        raise InvalidField(None, "nothing to change: give at least one option, such as --to")
+        raise UsageError("nothing to change: give at least one option, such as --to")
     async with client_of(arguments) as client:
         _show(arguments, await client.namespaces.update(arguments.name, **settings))
     return 0
@@ -91,6 +92,7 @@ async def rotate_secret(arguments: Arguments) -> int:
 def _settings(arguments: Arguments) -> NamespaceSettings:
     given = {
         "callback_url": arguments.to,
+        "retry_policy": retry_policy_of(arguments),
         "callback_timeout_seconds": arguments.callback_timeout,
         "require_ok": arguments.require_ok,
         "delivered_retention": arguments.keep_delivered,
@@ -105,16 +107,16 @@ def _show(arguments: Arguments, namespace: Namespace) -> None:
     if arguments.json:
         print_json(namespace)
         return
-    retries = namespace.retry_policy
     show_fields(
         [
             ("namespace", painted(namespace.namespace, "bold")),
             ("shards", str(namespace.num_shards)),
             ("to", namespace.callback_url or ""),
             ("callback timeout", f"{namespace.callback_timeout_seconds} s"),
-            ("retries", f"from {retries.initial_interval}, for {retries.max_duration}"),
+            ("retries", retries(namespace.retry_policy)),
             ("demands ok", "yes" if namespace.require_ok else "no"),
             ("keeps", f"delivered {namespace.delivered_retention}, failed {namespace.failed_retention}"),
+            ("payload up to", f"{namespace.payload_bytes_max} bytes" if namespace.payload_bytes_max else ""),
             ("secrets", ", ".join(namespace.signing_secrets) or "none: callbacks are not signed"),
             ("created", f"{namespace.created_at.astimezone():%Y-%m-%d %H:%M:%S%z}"),
         ]

@@ -6,11 +6,14 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from duetime.clock import SystemClock
+
+if TYPE_CHECKING:
+    from duetime.client import RetryPolicy
 
 __all__ = [
     "ago",
@@ -19,6 +22,7 @@ __all__ = [
     "now_ms",
     "painted",
     "relative",
+    "retries",
     "shortened",
     "show_fields",
     "show_table",
@@ -87,6 +91,12 @@ def lateness(milliseconds: float | None) -> str:
     if milliseconds is None:
         return ""
     return f"{spoken(milliseconds)} late" if milliseconds > 0 else "on time"
+
+
+def retries(policy: RetryPolicy) -> str:
+    times = "any number" if policy.max_retries is None else f"up to {policy.max_retries}"
+    up_to = f" up to {policy.max_interval}" if policy.max_interval else ""
+    return f"{times}, pauses from {policy.initial_interval}{up_to}, for {policy.max_duration}"
 
 
 def shortened(text: str, width: int) -> str:

@@ -12,13 +12,15 @@ from typing import Any
 
 import msgspec
 
-from duetime.cli.connect import client_of, print_json
+from duetime.cli.connect import client_of, print_json, retry_policy_of
+from duetime.cli.faults import UsageError
 from duetime.cli.screen import (
     ago,
     lateness,
     now_ms,
     painted,
     relative,
+    retries,
     shortened,
     show_fields,
     show_table,
@@ -27,20 +29,22 @@ from duetime.cli.screen import (
     time_of_day,
 )
 from duetime.client import (
-    InvalidField,
+    AsyncClient,
+    ConnectionFailed,
     Missed,
     NewTimer,
-    RetryPolicy,
     State,
     Timer,
     TimerChanges,
     TimerFilter,
+    Unserved,
     Verdict,
 )
 
 __all__ = ["create", "delete", "fire_now", "get", "list_timers", "replay", "update", "watch"]
 
 LOOK_PAUSE_S, LOOK_PAUSE_MAX_S = 0.1, 2.0
+ABSENCE_MAX_S, ABSENCE_PAUSE_S = 60.0, 0.5  # of a server that answered before: it may be starting again
 
 
 async def create(arguments: Arguments) -> int:
@@ -49,6 +53,8 @@ async def create(arguments: Arguments) -> int:
         created = await client.create(**msgspec.structs.asdict(new))
     if arguments.json:
         print_json(created)
+    elif created.existed:
+        print(f"{_name(created.timer)} exists already ({created.timer.state}), unchanged")
     else:
         verb = "replaced" if created.replaced else "created"
         print(f"{verb} {_name(created.timer)}, due {_when(created.timer.execute_at)}")
@@ -65,7 +71,7 @@ async def get(arguments: Arguments) -> int:
 async def update(arguments: Arguments) -> int:
     changes: TimerChanges = _fields(arguments)  # type: ignore[assignment]
     if not changes.keys() - {"namespace"}:
-        raise InvalidField(None, "nothing to change: give at least one option, such as --in or --payload")
+        raise UsageError("nothing to change: give at least one option, such as --in or --payload")
     async with client_of(arguments) as client:
         updated = await client.update(arguments.timer_id, **changes)
     if arguments.json:
@@ -94,13 +100,15 @@ async def delete(arguments: Arguments) -> int:
 
 async def fire_now(arguments: Arguments) -> int:
     async with client_of(arguments) as client:
-        _show(arguments, await client.fire_now(arguments.timer_id, namespace=arguments.namespace))
+        timer = await client.fire_now(arguments.timer_id, namespace=arguments.namespace)
+    print_json(timer) if arguments.json else print(f"fires now: {_name(timer)}")
     return 0
 
 
 async def replay(arguments: Arguments) -> int:
     async with client_of(arguments) as client:
-        _show(arguments, await client.replay(arguments.timer_id, namespace=arguments.namespace))
+        timer = await client.replay(arguments.timer_id, namespace=arguments.namespace)
+    print_json(timer) if arguments.json else print(f"fires once more: {_name(timer)}")
     return 0
 
 
@@ -124,7 +132,7 @@ async def list_timers(arguments: Arguments) -> int:
             limit = sys.maxsize
     if not arguments.json:
         if rows:
-            show_table(["id", "state", "due", "attempts", "late by", "to"], rows)
+            show_table(["id", "state", "due", "ended", "attempts", "late by", "to"], rows)
         else:
             print("no timers")
         if count == limit:
@@ -137,7 +145,7 @@ async def watch(arguments: Arguments) -> int:
     async with client_of(arguments) as client:
         last: Timer | None = None
         while True:
-            timer = await client.get(arguments.timer_id, namespace=arguments.namespace)
+            timer = await _look(client, arguments, patient=last is not None)
             if last is None or _seen(timer) != _seen(last):
                 print_json(timer) if arguments.json else print(_change(timer))
                 sys.stdout.flush()
@@ -145,6 +153,26 @@ async def watch(arguments: Arguments) -> int:
                 return 0 if timer.state is State.DELIVERED else 1
             last = timer
             await asyncio.sleep(_until_next_look(timer))
+
+
+async def _look(client: AsyncClient, arguments: Arguments, *, patient: bool) -> Timer:
+    """The timer as it stands; if `patient`, also after an absence of the server, which is told once."""
+    clock = asyncio.get_running_loop().time
+    gone_since: float | None = None
+    while True:
+        try:
+            timer = await client.get(arguments.timer_id, namespace=arguments.namespace)
+        except (ConnectionFailed, Unserved) as error:
+            if not patient or (gone_since is not None and clock() - gone_since > ABSENCE_MAX_S):
+                raise
+            if gone_since is None:
+                gone_since = clock()
+                print(f"{error.detail}; trying for {spoken(ABSENCE_MAX_S * 1_000)}", file=sys.stderr, flush=True)
+            await asyncio.sleep(ABSENCE_PAUSE_S)
+        else:
+            if gone_since is not None:
+                print("the server is back", file=sys.stderr, flush=True)
+            return timer
 
 
 def _until_next_look(timer: Timer) -> float:
@@ -181,7 +209,7 @@ def _fields(arguments: Arguments) -> dict[str, Any]:
         "tags": arguments.tag,
         "correlation_id": arguments.correlation_id,
         "callback_timeout_seconds": arguments.callback_timeout,
-        "retry_policy": _retry_policy(arguments),
+        "retry_policy": retry_policy_of(arguments),
         "missed": _missed(arguments),
         "namespace": arguments.namespace,
     }
@@ -197,12 +225,12 @@ def _payload(text: str) -> Any:
     elif text.startswith("@"):
         try:
             text = Path(text[1:]).read_text("utf-8")
-        except OSError as error:
-            raise InvalidField("payload", f"--payload {text}: {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--payload {text}: {getattr(error, 'strerror', 'is not UTF-8')}") from None
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise InvalidField("payload", f"--payload is not JSON: {error}; a text needs quotes, '\"like this\"'") from None
+        raise UsageError(f"--payload is not JSON: {error}; a text needs quotes, '\"like this\"'") from None
 
 
 def _headers(given: list[str] | None) -> dict[str, str] | None:
@@ -212,20 +240,9 @@ def _headers(given: list[str] | None) -> dict[str, str] | None:
     for text in given:
         name, colon, value = text.partition(":")
         if not colon:
-            raise InvalidField("headers", f"--header {text}: write it as NAME:VALUE")
+            raise UsageError(f"--header {text}: write it as NAME:VALUE")
         headers[name.strip()] = value.strip()
     return headers
-
-
-def _retry_policy(arguments: Arguments) -> RetryPolicy | None:
-    given = {
-        "max_retries": arguments.max_retries,
-        "initial_interval": arguments.retry_from,
-        "max_interval": arguments.retry_up_to,
-        "max_duration": arguments.retry_for,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    return RetryPolicy(**given) if given else None
 
 
 def _missed(arguments: Arguments) -> Missed | None:
@@ -255,7 +272,7 @@ def _show(arguments: Arguments, timer: Timer) -> None:
         [
             ("timer", painted(_name(timer), "bold")),
             ("state", state(timer.state)),
-            ("due", _when(timer.execute_at)),
+            ("was due" if timer.is_over else "due", _when(timer.execute_at)),
             ("asked for", _when(timer.scheduled_at) if timer.scheduled_at != timer.execute_at else ""),
             ("created", _when(timer.created_at)),
             ("over since", _when(timer.reached_at) if timer.reached_at else ""),
@@ -264,17 +281,30 @@ def _show(arguments: Arguments, timer: Timer) -> None:
             ("last error", timer.last_error or ""),
             ("to", timer.callback_url),
             ("payload", "" if timer.payload is None else shortened(msgspec.json.encode(timer.payload).decode(), 100)),
+            ("headers", ", ".join(f"{name}: {value}" for name, value in (timer.headers or {}).items())),
+            ("retries", retries(timer.retry_policy) if timer.retry_policy else ""),
+            ("if missed", _if_missed(timer.missed)),
+            ("callback timeout", f"{timer.callback_timeout_seconds} s" if timer.callback_timeout_seconds else ""),
             ("tags", ", ".join(timer.tags)),
             ("correlation id", timer.correlation_id or ""),
         ]
     )
 
 
+def _if_missed(missed: Missed | None) -> str:
+    if missed is None:
+        return ""
+    if missed.skip_if_late_by is not None:
+        return f"skipped when late by {missed.skip_if_late_by}"
+    return f"failed when late by {missed.fail_if_late_by}"
+
+
 def _row(timer: Timer) -> tuple[str, ...]:
     return (
         shortened(timer.timer_id, 40),
         state(timer.state),
-        ago(timer.execute_at),
+        "" if timer.is_over else ago(timer.execute_at),
+        f"{timer.reached_at.astimezone():%Y-%m-%d %H:%M:%S}" if timer.reached_at else "",
         str(timer.attempts or ""),
         "" if timer.late_by_ms is None else spoken(timer.late_by_ms),
         shortened(timer.callback_url, 50),

@@ -296,9 +296,12 @@ class AsyncClient:
     def _head(self, path: str, method: str = "POST") -> tuple[Target, bytes]:
         try:
             target = parse_target(self.url + path)
+        except ValueError as error:
+            raise SetupError(f"the server's URL {error}") from None  # unsaid: it may hold a password
+        try:
             head = request_head(method, target, self._headers)
         except ValueError as error:
-            raise SetupError(f"the server's URL or token {error}") from None
+            raise SetupError(f"the token: {error}") from None
         self._heads[path] = target, head
         return target, head
 
@@ -418,6 +421,7 @@ class _Deleted(Struct):
 class _CreateResult(Struct):
     timer: Timer | None = None
     replaced: bool = False
+    existed: bool = False
     error: ProblemJson | None = None
 
 
@@ -456,7 +460,9 @@ _decode_delete_results = msgspec.json.Decoder(_DeleteResults).decode
 
 def _decode_created_many(body: bytes) -> list[Created | DuetimeError]:
     return [
-        error_of_problem(result.error) if result.timer is None else Created(result.timer, result.replaced)
+        error_of_problem(result.error)
+        if result.timer is None
+        else Created(result.timer, result.replaced, result.existed)
         for result in _decode_create_results(body).results
     ]
 

@@ -65,6 +65,9 @@ def error_of_problem(problem: ProblemJson | None) -> DuetimeError:
         error = OutcomeUnknown(problem.detail)
     elif problem.code == "invalid_field":
         error = InvalidField(problem.field, problem.detail)
+    elif problem.code == "path_not_found":
+        # Not NotFound: that would read as "there is no such timer", but there is no Duetime at this URL.
+        error = DuetimeError(problem.detail, code=problem.code)
     else:
         otherwise = Rejected if 400 <= problem.status < 500 else DuetimeError
         kind = Unserved if problem.code == "not_applied" else _BY_STATUS.get(problem.status, otherwise)

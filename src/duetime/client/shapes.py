@@ -216,8 +216,12 @@ class Timer(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Created(Struct, frozen=True):
+    """`replaced`: there was a scheduled one. `existed`: `if_absent` found it as `timer` shows it, and left it so;
+    it may have been made by an earlier try of the same call whose answer was lost."""
+
     timer: Timer
     replaced: bool
+    existed: bool = False
 
 
 class Updated(Struct, frozen=True):

@@ -276,7 +276,7 @@ def _parse_retry_after(text: str, clock: Clock) -> int | None:
         return int(text[:12]) * 1_000
     try:
         at = parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     if at.tzinfo is None:  # "-0000": UTC from someone who does not know where he is
         at = at.replace(tzinfo=UTC)

@@ -1,8 +1,9 @@
 """SqliteStore: one file, one process, one writer. What `pip install duetime` runs on.
 
-Two threads, each with a connection: the writer does every write in one BEGIN IMMEDIATE transaction,
-so that a fence that was read in it holds until its COMMIT; the reader answers loads, gets and lists
-without waiting behind commits. WAL with synchronous=FULL: a commit that returned is on disk.
+Three threads, each with a connection: the writer does every write in one BEGIN IMMEDIATE transaction,
+so that a fence that was read in it holds until its COMMIT; the reader answers loads and gets without
+waiting behind commits; the lister answers lists, which may take long, so that nobody waits behind them.
+WAL with synchronous=FULL: a commit that returned is on disk.
 
 sqlite_sql.py is what is said to the database, sqlite_file.py the file itself: lock, schema, threads.
 """
@@ -138,8 +139,10 @@ class SqliteStore:
         self._lock: FileLock | None = None
         self._writer: Worker | None = None
         self._reader: Worker | None = None
+        self._lister: Worker | None = None
         self._write_db: apsw.Connection | None = None
         self._read_db: apsw.Connection | None = None
+        self._list_db: apsw.Connection | None = None
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -162,13 +165,15 @@ class SqliteStore:
             await self.close()
             raise
         self._reader = Worker("duetime-sqlite-reader")
+        self._lister = Worker("duetime-sqlite-lister")
 
     async def close(self) -> None:
         """Checkpoint, so that the file alone is the database, and let go of it. More than once is fine."""
-        writer, reader = self._writer, self._reader
-        self._writer = self._reader = None
-        if reader is not None:
-            reader.stop()
+        writer, readers = self._writer, (self._reader, self._lister)
+        self._writer = self._reader = self._lister = None
+        for reader in readers:
+            if reader is not None:
+                reader.stop()
         if writer is not None:
             await writer.run(self._disconnect)
             writer.stop()
@@ -191,16 +196,19 @@ class SqliteStore:
         if self._write_db is None:
             self._write_db = sqlite_file.connect(self._path, *WRITER_PRAGMAS)
             self._read_db = sqlite_file.connect(self._path, *READER_PRAGMAS)
-            self._read_db.limit(apsw.SQLITE_LIMIT_LENGTH, ANSWER_BYTES_MAX)
+            self._list_db = sqlite_file.connect(self._path, *READER_PRAGMAS)
+            for db in (self._read_db, self._list_db):
+                db.limit(apsw.SQLITE_LIMIT_LENGTH, ANSWER_BYTES_MAX)
 
     def _disconnect(self) -> None:
-        if self._read_db is not None:
-            self._read_db.close()
+        for reading in (self._read_db, self._list_db):
+            if reading is not None:
+                reading.close()
         if self._write_db is not None:
             with contextlib.suppress(apsw.Error):  # then the log stays, complete, and the next open reads it
                 self._write_db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
             self._write_db.close()
-        self._read_db = self._write_db = None
+        self._read_db = self._list_db = self._write_db = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -263,7 +271,10 @@ class SqliteStore:
         return await self._read(sqlite_sql.get_many, keys)
 
     async def list_timers(self, query: ListQuery) -> Listing:
-        return await self._read(sqlite_sql.list_timers, query)
+        if self._lister is None or self._list_db is None:
+            raise StoreUnavailable("the store is not open")
+        db = self._list_db
+        return await self._lister.run(lambda: _query(lambda: sqlite_sql.list_timers(db, query)))
 
     async def purge_reached(self, fence: Fence, before_ms: int, limit: int) -> int:
         return await self._write(sqlite_sql.purge_reached, fence, before_ms, limit)

@@ -84,9 +84,10 @@ class FileLock:
         text = msgspec.json.encode(
             {"pid": os.getpid(), "host": socket.gethostname(), "since": format_instant(SystemClock().wall_ms())}
         )
-        os.ftruncate(self._handle, 0)
-        os.lseek(self._handle, 0, os.SEEK_SET)
-        os.write(self._handle, text)
+        with contextlib.suppress(OSError):  # on a full disk the lock holds all the same, only its text is missing
+            os.ftruncate(self._handle, 0)
+            os.lseek(self._handle, 0, os.SEEK_SET)
+            os.write(self._handle, text)
 
     def release(self) -> None:
         if self._handle >= 0:
@@ -96,7 +97,7 @@ class FileLock:
 
 def _take(path: str) -> int:
     try:
-        handle = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        handle = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
     except OSError as error:
         where = os.path.dirname(path)
         raise SetupError(
@@ -145,6 +146,7 @@ def _read_holder(path: str) -> dict[str, Any]:
 def migrate(path: str) -> None:
     """Make the tables, or bring them up to this version. Each step is whole or not at all."""
     with _explained(path):
+        _make_private(path)
         db = _open(path, apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
         try:
             found = _recognise(path, db)
@@ -193,6 +195,12 @@ def _open(path: str, flags: int) -> apsw.Connection:
     db = apsw.Connection(path, flags=flags, statementcachesize=320)
     db.set_busy_timeout(BUSY_TIMEOUT_MS)
     return db
+
+
+def _make_private(path: str) -> None:
+    """A new file is its owner's alone: signing secrets are in it. SQLite gives its log the same mode."""
+    with contextlib.suppress(OSError):  # it is there already, or cannot be made: then SQLite says why
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def _recognise(path: str, db: apsw.Connection) -> int:

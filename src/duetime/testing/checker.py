@@ -72,18 +72,8 @@ class Violation(Struct, frozen=True):
         return f"[{self.invariant}] {self.timer}: {self.what}\n{self.story}"
 
 
-def judge(
-    wishes: Iterable[Wish],
-    callbacks: Sequence[Callback],
-    *,
-    clock_error_ms: int = 0,
-    versions_forgotten_ms: Sequence[int] = (),
-) -> list[Violation]:
-    """Everything that should not have been, timer by timer.
-
-    `clock_error_ms`: how far a sender's clock may be off. `versions_forgotten_ms`: when the database fell back
-    behind what it had acknowledged, so that versions were given out again.
-    """
+def judge(wishes: Iterable[Wish], callbacks: Sequence[Callback], *, clock_error_ms: int = 0) -> list[Violation]:
+    """Everything that should not have been, timer by timer. `clock_error_ms`: how far a sender's clock may be off."""
     by_timer: dict[str, list[Wish]] = defaultdict(list)
     for wish in wishes:
         by_timer[wish.timer].append(wish)
@@ -96,16 +86,13 @@ def judge(
         seen = sorted(calls[timer], key=lambda call: call.seen_at_ms)
         for invariant, what in _wrongs(history, seen, clock_error_ms):
             violations.append(Violation(invariant, timer, what, _story(history, seen)))
-    return violations + _two_owners(callbacks, sorted(versions_forgotten_ms))
+    return violations + _two_owners(callbacks)
 
 
-def _two_owners(callbacks: Sequence[Callback], forgotten_ms: list[int]) -> list[Violation]:
+def _two_owners(callbacks: Sequence[Callback]) -> list[Violation]:
     violations: list[Violation] = []
     last: dict[str, tuple[int, Callback]] = {}
     for call in sorted(callbacks, key=lambda call: call.started_at_ms):
-        while forgotten_ms and forgotten_ms[0] <= call.started_at_ms:
-            del forgotten_ms[0]
-            last.clear()
         shard, _, version_text = call.fence.partition(".")
         if not version_text:
             continue
@@ -133,7 +120,8 @@ def _wrongs(history: Sequence[Wish], seen: Sequence[Callback], clock_error_ms: i
             yield "D", f"fired with {call.value!r}, which was refused"
         if call.seen_at_ms + clock_error_ms < put.due_ms:
             yield "B", f"fired {put.due_ms - call.seen_at_ms} ms early"
-        later = [wish for wish in history if wish.asked_at_ms >= put.told_at_ms and wish is not put]
+        # By their order, not by time alone: two wishes may be asked and told within one millisecond.
+        later = [wish for wish in history[history.index(put) + 1 :] if wish.asked_at_ms >= put.told_at_ms]
         for wish in later:
             if wish.result is Result.OK and call.started_at_ms > wish.told_at_ms:
                 yield "C", f"{call.value!r} started {call.started_at_ms - wish.told_at_ms} ms after {_named(wish)}"

@@ -17,9 +17,10 @@ from duetime.engine import Engine
 from duetime.errors import NotOwner, ShardLost
 from duetime.firing import FireLoop, Firing
 from duetime.membership import Membership
+from duetime.service import Service
 from duetime.shard import Entry, Phase, Shard, end_of
 from duetime.stores.memory import MemoryStore
-from duetime.testing.sim import FAILOVERS, Scenario, SimStore
+from duetime.testing.sim import SimStore
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -29,7 +30,6 @@ class Mutant(Struct, frozen=True):
     wrong: str  # what it does not do
     patches: tuple[tuple[type, str, Callable[..., Any]], ...]
     seeds: int = 100  # within so many it is caught
-    scenario: Scenario = Scenario()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -155,6 +155,14 @@ async def _recover_without_claiming(self: Engine, shard: Shard) -> None:
         shard.recovered(rows[shard.shard_id], found)
 
 
+async def _take_again(self: Service, forward: Any) -> Any:
+    """Carries out whatever arrives, whenever, however often."""
+    shard = self._engine.shards.get(forward.shard_id)
+    if shard is None or shard.closing:
+        raise NotOwner
+    return await self._carry_out(shard, forward.order)
+
+
 MUTANTS = (
     Mutant("no-fence", "the store does not look at the fence", ((MemoryStore, "_owned", _owned_by_anybody),)),
     Mutant(
@@ -166,7 +174,6 @@ MUTANTS = (
         "no-nonce",
         "the store compares versions only",
         ((MemoryStore, "_owned", _owned_by_version),),
-        scenario=FAILOVERS,
     ),
     Mutant(
         "no-lease",
@@ -207,6 +214,11 @@ MUTANTS = (
         "release-without-drain",
         "a shard is given away with writes and deliveries on their way",
         ((Engine, "_release", _release_at_once),),
+    ),
+    Mutant(
+        "forward-taken-twice",
+        "a forward that the network repeats is carried out again",
+        ((Service, "take", _take_again),),
     ),
     Mutant(
         "begin-without-looking",

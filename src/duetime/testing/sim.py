@@ -28,8 +28,18 @@ from duetime.clock import Clock
 from duetime.config import Config, load_config
 from duetime.delivery import Attempt
 from duetime.engine import Engine
-from duetime.errors import Busy, Conflict, DuetimeError, NotFound, OutcomeUnknown, StoreThrottled, StoreUnavailable
+from duetime.errors import (
+    Busy,
+    Conflict,
+    DuetimeError,
+    NotFound,
+    NotOwner,
+    OutcomeUnknown,
+    StoreThrottled,
+    StoreUnavailable,
+)
 from duetime.model import Contact, Outcome, TimerKey, TimerPatch, TimerSpec, Verdict
+from duetime.peers import Forward, OrderAnswer
 from duetime.service import Service
 from duetime.store import ListQuery, Store
 from duetime.stores.memory import MemoryStore
@@ -37,7 +47,7 @@ from duetime.telemetry import Telemetry
 from duetime.testing.checker import Callback, Kind, Result, Violation, Wish, judge
 from duetime.testing.virtual import START_WALL_MS, Deadlock, VirtualClock, VirtualLoop
 
-__all__ = ["FAILOVERS", "Run", "Scenario", "simulate"]
+__all__ = ["Run", "Scenario", "simulate"]
 
 T = TypeVar("T")
 
@@ -65,11 +75,9 @@ class Scenario(Struct, frozen=True, kw_only=True):
     departures: float = 0.04
     lost_requests: float = 0.03  # per request of a client
     slow_connects: float = 0.1  # per delivery
-    failovers: float = 0.0  # per second: the database falls back to what it was a moment ago
+    lost_forwards: float = 0.03  # per forward, on the way there; as many on the way back
+    repeated_forwards: float = 0.05
     bursts: float = 0.1  # per second: many timers of one instant
-
-
-FAILOVERS = Scenario(failovers=0.15)
 
 
 class Run(Struct):
@@ -229,12 +237,12 @@ class SimStore:
         kind = rng.choice(("never", "before", "after"))
         world.fault(f"store answer lost, applied {kind}")
         if kind == "before":
-            await _quietly(inner(*args))
+            await _quietly(lambda: inner(*args))
         await asyncio.sleep(rng.uniform(0.05, 1.0))
         _answer(answer, OutcomeUnknown("simulated"))
         if kind == "after":
             await asyncio.sleep(rng.uniform(0.0, 3.0))
-            await _quietly(inner(*args))
+            await _quietly(lambda: inner(*args))
 
 
 def _answer(future: asyncio.Future[Any], result: Any) -> None:
@@ -246,9 +254,9 @@ def _answer(future: asyncio.Future[Any], result: Any) -> None:
         future.set_result(result)
 
 
-async def _quietly(call: Awaitable[Any]) -> None:
+async def _quietly(call: Callable[[], Awaitable[Any]]) -> None:
     with contextlib.suppress(DuetimeError):  # nobody is listening
-        await call
+        await call()
 
 
 # --- destinations --------------------------------------------------------------------------------
@@ -303,6 +311,42 @@ class SimDeliverer:
         _answer(answer, Outcome(Contact.ANSWERED, 200))
 
 
+# --- the way between instances -------------------------------------------------------------------
+
+
+class SimPeers:
+    """Forwards between instances: slow, lost on the way there or back, and delivered twice."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def forward(self, address: str, forward: Forward) -> OrderAnswer:
+        world, rng = self._world, self._world.rng
+        await asyncio.sleep(rng.uniform(0.0001, 0.003))
+        target = world.instances.get(address)
+        if target is None:
+            raise NotOwner("connection refused")
+        dice = rng.random() if world.stormy else 1.0
+        if dice < world.scenario.lost_forwards:
+            world.fault("forward lost")
+            await asyncio.sleep(1)
+            raise OutcomeUnknown("no answer")
+        if rng.random() < world.scenario.repeated_forwards and world.stormy:
+            world.fault("forward repeated")
+            world.outside(self._again(target, forward))
+        answer = target.inside(target.service.take(forward))
+        done, _ = await asyncio.wait({answer}, timeout=12)
+        if not done or dice < world.scenario.lost_forwards * 2:
+            world.fault("answer to a forward lost")
+            raise OutcomeUnknown("no answer")
+        return answer.result()
+
+    async def _again(self, target: Instance, forward: Forward) -> None:
+        await asyncio.sleep(self._world.rng.uniform(0.0, 6.0))
+        if target.name in self._world.instances:
+            target.inside(_quietly(lambda: target.service.take(forward)))
+
+
 # --- the cluster ---------------------------------------------------------------------------------
 
 
@@ -325,7 +369,7 @@ class Instance:
             address=name,
             rng=random.Random(world.rng.getrandbits(64)),
         )
-        self.service = Service(config, self.engine, store, deliverer)
+        self.service = Service(config, self.engine, store, deliverer, SimPeers(world))
 
     def inside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run something as part of this instance: it stops when the instance does."""
@@ -373,7 +417,6 @@ class World:
         self.faults: Counter[str] = Counter()
         self.history: list[str] = []
         self.restless = False
-        self.failovers: list[tuple[int, int]] = []  # from when to when what was acknowledged may be lost
         self._born = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -437,7 +480,6 @@ class World:
                 ("freeze", scenario.freezes),
                 ("jump", scenario.jumps),
                 ("departure", scenario.departures),
-                ("failover", scenario.failovers),
             ):
                 if rng.random() < per_second * 0.1 and self.instances:
                     self.happen(kind, rng.choice(list(self.instances.values())))
@@ -456,20 +498,9 @@ class World:
             victim.clock.offset_ms = rng.choice((-60_000, -700, -300, 300, 700, 3_600_000))
             self.tell(f"jump {victim.name} {victim.clock.offset_ms}")
             self.outside(self.later(rng.uniform(0.5, 5.0), lambda: setattr(victim.clock, "offset_ms", 0)))
-        elif kind == "failover":
-            self.outside(self.fail_over())
         elif victim.up:
             self.outside(self.depart(victim))
             self.outside(self.later(rng.uniform(0.1, 3.0), self.launch))
-
-    async def fail_over(self) -> None:
-        """The database comes back as it was a moment ago: what it acknowledged since is gone, claims too."""
-        since_ms = self.now_ms()
-        before = self.database.snapshot()
-        await asyncio.sleep(self.rng.uniform(0.05, 1.0))
-        self.database.restore(before)
-        self.failovers.append((since_ms, self.now_ms()))
-        self.tell("failed over")
 
     async def later(self, seconds: float, act: Callable[[], object]) -> None:
         await asyncio.sleep(seconds)
@@ -640,14 +671,8 @@ def simulate(seed: int, scenario: Scenario | None = None) -> Run:
     finally:
         world.loop.clear_up()
         asyncio.set_event_loop(None)
-    violations = judge(
-        _with_loss(world),
-        world.callbacks,
-        clock_error_ms=world.config.engine.clock_skew_max.ms,
-        versions_forgotten_ms=[until for _, until in world.failovers],
-    )
-    # A row that a failover brought back waits for the next claim: part of the documented loss.
-    if world.restless and not world.failovers:
+    violations = judge(world.wishes, world.callbacks, clock_error_ms=world.config.engine.clock_skew_max.ms)
+    if world.restless:
         violations.append(Violation("F", "-", "timers are still scheduled ten minutes after the last fault", ""))
     violations += _late(world)
     return Run(
@@ -660,17 +685,6 @@ def simulate(seed: int, scenario: Scenario | None = None) -> Run:
         digest=blake2b("\n".join(world.history).encode(), digest_size=16).hexdigest(),
         history=world.history,
     )
-
-
-def _with_loss(world: World) -> list[Wish]:
-    """What was acknowledged while the database was about to forget it counts as unknown: the documented loss."""
-    return [
-        msgspec.structs.replace(wish, result=Result.INFO)
-        if wish.result is Result.OK
-        and any(since <= wish.told_at_ms and wish.asked_at_ms <= until for since, until in world.failovers)
-        else wish
-        for wish in world.wishes
-    ]
 
 
 def _late(world: World) -> list[Violation]:

@@ -1,0 +1,327 @@
+"""What the owner of a shard does with a wish about one of its timers: check it, read if need be, write.
+
+Everything here happens on the instance that holds the shard; `service.py` finds that instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from msgspec import UNSET
+
+from duetime.config import Config
+from duetime.delivery import Deliverer
+from duetime.engine import Engine
+from duetime.errors import (
+    Conflict,
+    InvalidField,
+    NotFound,
+    OutcomeUnknown,
+    StoreError,
+    StoreUnavailable,
+    TooLarge,
+)
+from duetime.model import (
+    NO_EXTRAS,
+    Created,
+    Ending,
+    Extras,
+    Namespace,
+    Reached,
+    State,
+    Timer,
+    TimerKey,
+    TimerPatch,
+    TimerSpec,
+    TimerView,
+    Updated,
+    Verdict,
+    attempted,
+    cancelled,
+    uuid_of,
+)
+from duetime.shard import UNKNOWN, Shard
+from duetime.store import Found, Store
+from duetime.timetext import LATEST_MS
+
+__all__ = ["Owner", "Written", "view_of"]
+
+Written = asyncio.Future[tuple[Timer | None, bool]]
+
+_replace = msgspec.structs.replace
+
+
+class Owner:
+    def __init__(self, config: Config, engine: Engine, store: Store, deliverer: Deliverer) -> None:
+        self._config = config
+        self._engine = engine
+        self._store = store
+        self._deliverer = deliverer
+        self._namespaces = engine.namespaces
+        self._telemetry = engine.telemetry
+
+    # --- create -----------------------------------------------------------------------------------
+
+    def admit(self, shard: Shard, namespace: Namespace, spec: TimerSpec) -> tuple[Timer, Written] | None:
+        """The common create, without waiting for anything but the commit. None: this one has to wait."""
+        key = TimerKey(spec.namespace, spec.timer_id)
+        if spec.if_absent or shard.is_held(key):
+            return None
+        timer = self._timer_of(spec, namespace, shard)
+        return timer, shard.write(key, timer, [])
+
+    async def create(self, shard: Shard, spec: TimerSpec) -> Created:
+        """Upsert: whatever timer has this id is replaced."""
+        namespace = await self._namespaces.get(spec.namespace)
+        key = TimerKey(spec.namespace, spec.timer_id)
+        async with shard.alone(key):
+            timer = self._timer_of(spec, namespace, shard)
+            if spec.if_absent and (there := await self._already_there(shard, key, spec, timer)):
+                return there
+            written = shard.write(key, timer, [])
+            return await self.created(timer, written)
+
+    async def created(self, timer: Timer, written: Written) -> Created:
+        _, replaced = await written
+        self._telemetry.created.value += 1
+        return Created(TimerView(timer, State.SCHEDULED), replaced)
+
+    async def _already_there(self, shard: Shard, key: TimerKey, spec: TimerSpec, timer: Timer) -> Created | None:
+        """`ifAbsent`: the same request again gets the same answer, another one a conflict, also after the end."""
+        found = await self._find(shard, key)
+        stored = found.timer or (found.reached.timer if found.reached is not None else None)
+        if stored is None:
+            return None
+        if not _same_wish(stored, timer, compare_time=spec.delay_ms is None):
+            raise Conflict(
+                f"Timer {key.timer_id!r} exists in namespace {key.namespace!r} and is different",
+                field="timerId",
+                code="timer_exists",
+            )
+        return Created(view_of(shard, key, found), replaced=False, existed=True)
+
+    def _timer_of(self, spec: TimerSpec, namespace: Namespace, shard: Shard) -> Timer:
+        now_ms = self._engine.membership.now_ms()
+        execute_at_ms = self._instant(spec.execute_at_ms, spec.delay_ms, now_ms)
+        callback_url = spec.callback_url or namespace.callback_url
+        if callback_url is None:
+            raise InvalidField("callbackUrl", "callbackUrl is required: the namespace has no default target")
+        self.check_target(callback_url)
+        if spec.payload is not None:
+            self._check_payload(spec.payload, namespace)
+        extras = NO_EXTRAS
+        if spec.headers or spec.tags or spec.missed is not None:
+            self._check_headers(spec.headers)
+            extras = Extras(headers=spec.headers or None, tags=spec.tags, missed=spec.missed)
+        high, low = uuid_of(spec.namespace, spec.timer_id)
+        return Timer(
+            namespace=namespace.name,
+            timer_id=spec.timer_id,
+            uuid_high=high,
+            uuid_low=low,
+            generation=shard.next_generation(),
+            execute_at_ms=execute_at_ms,
+            scheduled_at_ms=execute_at_ms,
+            created_at_ms=now_ms,
+            callback_url=callback_url,
+            payload=spec.payload,
+            retry_policy=spec.retry_policy,
+            callback_timeout_seconds=spec.callback_timeout_seconds,
+            correlation_id=spec.correlation_id,
+            extras=extras,
+        )
+
+    def _instant(self, execute_at_ms: int | None, delay_ms: int | None, now_ms: int) -> int:
+        if execute_at_ms is not None:
+            return execute_at_ms
+        if delay_ms is None:
+            raise InvalidField("executeAt", "one of executeAt and delay is required")
+        if now_ms + delay_ms >= LATEST_MS:
+            raise InvalidField("delay", "delay must end before 9999-01-01T00:00:00Z")
+        return now_ms + delay_ms
+
+    def check_target(self, url: str) -> None:
+        try:
+            self._deliverer.check(url)
+        except ValueError as error:
+            raise InvalidField("callbackUrl", f"callbackUrl {error}") from None
+
+    def _check_headers(self, headers: dict[str, str] | None) -> None:
+        try:
+            self._deliverer.check_headers(headers or {})
+        except ValueError as error:
+            raise InvalidField("headers", f"headers {error}") from None
+
+    def _check_payload(self, payload: str, namespace: Namespace) -> None:
+        most = min(
+            self._config.limits.payload_bytes_max,
+            self._store.capabilities.payload_bytes_max,
+            namespace.payload_bytes_max or self._config.limits.payload_bytes_max,
+        )
+        # A character has at most four bytes: most payloads need not be encoded to be measured.
+        if len(payload) * 4 > most and len(payload.encode()) > most:
+            raise TooLarge(f"payload is larger than {most} bytes", field="payload")
+
+    # --- update, delete, fire now, replay ---------------------------------------------------------
+
+    async def update(self, shard: Shard, key: TimerKey, patch: TimerPatch) -> Updated:
+        """Change a scheduled timer. The verdict tells whether its old self was already on its way."""
+        namespace = await self._namespaces.get(key.namespace)
+        async with shard.alone(key):
+            found = await self._find(shard, key)
+            timer = found.timer
+            if timer is None:
+                raise _no_timer(key) if found.reached is None else _is_over(key, found.reached)
+            changed = self._patched(timer, patch, namespace)
+            verdict = Verdict.IN_FLIGHT if shard.is_sending(key) else Verdict.UPDATED
+            changed = _replace(changed, generation=shard.next_generation())
+            await shard.write(key, changed, [])
+        self._telemetry.updated.value += 1
+        return Updated(TimerView(changed, State.SCHEDULED), verdict)
+
+    def _patched(self, timer: Timer, patch: TimerPatch, namespace: Namespace) -> Timer:
+        """The timer with the patch applied: a new wish, so its attempts start over."""
+        extras = timer.extras
+        headers = extras.headers if patch.headers is UNSET else patch.headers or None
+        tags = extras.tags if patch.tags is UNSET else patch.tags or ()
+        missed = extras.missed if patch.missed is UNSET else patch.missed
+        changed = _replace(timer, attempts=0, extras=Extras(headers=headers, tags=tags, missed=missed))
+        if patch.execute_at_ms is not UNSET or patch.delay_ms is not UNSET:
+            at_ms = self._instant(
+                None if patch.execute_at_ms is UNSET else patch.execute_at_ms,
+                None if patch.delay_ms is UNSET else patch.delay_ms,
+                self._engine.membership.now_ms(),
+            )
+            changed = _replace(changed, execute_at_ms=at_ms, scheduled_at_ms=at_ms)
+        if patch.headers is not UNSET:
+            self._check_headers(patch.headers)
+        if patch.callback_url is not UNSET:
+            url = patch.callback_url or namespace.callback_url
+            if url is None:
+                raise InvalidField("callbackUrl", "callbackUrl is required: the namespace has no default target")
+            self.check_target(url)
+            changed = _replace(changed, callback_url=url)
+        if patch.payload is not UNSET:
+            if patch.payload is not None:
+                self._check_payload(patch.payload, namespace)
+            changed = _replace(changed, payload=patch.payload)
+        if patch.retry_policy is not UNSET:
+            changed = _replace(changed, retry_policy=patch.retry_policy)
+        if patch.callback_timeout_seconds is not UNSET:
+            changed = _replace(changed, callback_timeout_seconds=patch.callback_timeout_seconds)
+        if patch.correlation_id is not UNSET:
+            changed = _replace(changed, correlation_id=patch.correlation_id)
+        return changed
+
+    async def delete(self, shard: Shard, key: TimerKey) -> Verdict:
+        """After this is answered no delivery starts. The verdict tells whether one had."""
+        namespace = await self._namespaces.get(key.namespace)
+        async with shard.alone(key):
+            found = await self._find(shard, key)
+            timer = found.timer
+            if timer is None:
+                if found.reached is None:
+                    raise _no_timer(key)
+                return Verdict.ALREADY_REACHED
+            now_ms = self._engine.membership.now_ms()
+            entry = shard.entries.get(key)
+            sending = shard.is_sending(key)
+            if sending and entry is not None and entry.started_at_ms:
+                timer = attempted(timer, entry.started_at_ms)
+            await shard.write(key, None, [cancelled(timer, namespace, now_ms)])
+        self._telemetry.deleted.value += 1
+        self._telemetry.endings.add(Ending.CANCELLED.value)
+        return Verdict.IN_FLIGHT if sending else Verdict.CANCELLED
+
+    async def fire_now(self, shard: Shard, key: TimerKey) -> TimerView:
+        """Make a scheduled timer due at once; one already on its way is left to it."""
+        async with shard.alone(key):
+            found = await self._find(shard, key)
+            if found.timer is None:
+                raise _no_timer(key) if found.reached is None else _is_over(key, found.reached)
+            if shard.is_sending(key):
+                return view_of(shard, key, found)
+            return await self._arm_now(shard, key, found.timer)
+
+    async def replay(self, shard: Shard, key: TimerKey) -> TimerView:
+        """Arm a reached timer again, as a new one that is due at once."""
+        async with shard.alone(key):
+            found = await self._find(shard, key)
+            if found.timer is not None:
+                raise Conflict(
+                    f"Timer {key.timer_id!r} is scheduled, not reached", field="timerId", code="timer_scheduled"
+                )
+            if found.reached is None:
+                raise _no_timer(key)
+            return await self._arm_now(shard, key, found.reached.timer)
+
+    async def _arm_now(self, shard: Shard, key: TimerKey, timer: Timer) -> TimerView:
+        now_ms = self._engine.membership.now_ms()
+        old = timer.extras
+        timer = _replace(
+            timer,
+            generation=shard.next_generation(),
+            execute_at_ms=now_ms,
+            scheduled_at_ms=now_ms,
+            attempts=0,
+            extras=Extras(headers=old.headers, tags=old.tags, missed=old.missed),
+        )
+        await shard.write(key, timer, [])
+        return TimerView(timer, State.SCHEDULED)
+
+    async def _find(self, shard: Shard, key: TimerKey) -> Found:
+        """What is on disk under a key. The caller is `alone` with it, so it stays so until he writes.
+
+        Waits for whatever was admitted before: an answer must not rest on a write that may still fail.
+        """
+        while True:
+            while (undecided := shard.undecided(key)) is not None:
+                try:
+                    await undecided
+                except OutcomeUnknown:
+                    raise StoreUnavailable(
+                        "An earlier write about this timer is not decided yet; not applied"
+                    ) from None
+                except StoreError:
+                    pass  # it came to nothing: what was there before is there
+            timer = shard.current(key)
+            if timer is not UNKNOWN and timer is not None:
+                return Found(timer)
+            found = await self._engine.lookup.find(shard.shard_id, key)
+            if shard.current(key) is UNKNOWN:
+                return found  # otherwise it was loaded, or settled, while we were reading
+
+
+def view_of(shard: Shard | None, key: TimerKey, found: Found) -> TimerView:
+    """What a user sees. Whether it is in flight only its owner knows."""
+    if found.timer is not None:
+        sending = shard is not None and shard.is_sending(key)
+        return TimerView(found.timer, State.IN_FLIGHT if sending else State.SCHEDULED)
+    if found.reached is not None:
+        return TimerView(found.reached.timer, State(found.reached.ending.value), found.reached)
+    raise _no_timer(key)
+
+
+def _no_timer(key: TimerKey) -> NotFound:
+    return NotFound(
+        f"There is no timer {key.timer_id!r} in namespace {key.namespace!r}", field="timerId", code="timer_not_found"
+    )
+
+
+def _is_over(key: TimerKey, reached: Reached) -> Conflict:
+    return Conflict(f"Timer {key.timer_id!r} is over: {reached.ending}", field="timerId", code="already_reached")
+
+
+def _same_wish(stored: Timer, wished: Timer, *, compare_time: bool) -> bool:
+    return (
+        stored.callback_url == wished.callback_url
+        and stored.payload == wished.payload
+        and stored.retry_policy == wished.retry_policy
+        and stored.callback_timeout_seconds == wished.callback_timeout_seconds
+        and stored.correlation_id == wished.correlation_id
+        and stored.extras.headers == wished.extras.headers
+        and stored.extras.tags == wished.extras.tags
+        and stored.extras.missed == wished.extras.missed
+        and (not compare_time or stored.scheduled_at_ms == wished.scheduled_at_ms)
+    )

@@ -1,0 +1,82 @@
+"""PORT: how an instance hands a wish to the owner of its shard on another instance. One hop, never two.
+
+A Forward names the version of the shard it is meant for, so that an ex-owner (or the owner after a
+re-claim) refuses it, and carries an id of its own, so that one the network repeats happens once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from duetime.errors import NotOwner
+from duetime.model import Created, TimerKey, TimerPatch, TimerSpec, TimerView, Updated, Verdict
+
+__all__ = [
+    "CreateOrder",
+    "DeleteOrder",
+    "FireNowOrder",
+    "Forward",
+    "NoPeers",
+    "Order",
+    "OrderAnswer",
+    "Peers",
+    "ReplayOrder",
+    "UpdateOrder",
+    "key_of",
+]
+
+
+class CreateOrder(Struct, frozen=True, tag="create"):
+    spec: TimerSpec
+
+
+class UpdateOrder(Struct, frozen=True, tag="update"):
+    key: TimerKey
+    patch: TimerPatch
+
+
+class DeleteOrder(Struct, frozen=True, tag="delete"):
+    key: TimerKey
+
+
+class FireNowOrder(Struct, frozen=True, tag="fireNow"):
+    key: TimerKey
+
+
+class ReplayOrder(Struct, frozen=True, tag="replay"):
+    key: TimerKey
+
+
+Order = CreateOrder | UpdateOrder | DeleteOrder | FireNowOrder | ReplayOrder
+OrderAnswer = Created | Updated | Verdict | TimerView
+
+
+def key_of(order: Order) -> TimerKey:
+    if isinstance(order, CreateOrder):
+        return TimerKey(order.spec.namespace, order.spec.timer_id)
+    return order.key
+
+
+class Forward(Struct, frozen=True):
+    """An order on its way to the owner of a shard."""
+
+    order_id: str
+    shard_id: int
+    version: int
+    order: Order
+
+
+class Peers(Protocol):
+    async def forward(self, address: str, forward: Forward) -> OrderAnswer:
+        """The other instance's answer, or the error it raised. NotOwner: certainly not applied, the shard is
+        not there. OutcomeUnknown: nobody knows whether it arrived."""
+        ...
+
+
+class NoPeers:
+    """An instance that is alone."""
+
+    async def forward(self, address: str, forward: Forward) -> OrderAnswer:
+        raise NotOwner

@@ -1,0 +1,205 @@
+"""Rare turns a hostile reviewer took: each was once a broken promise."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from engine_world import URL, World
+
+from duetime.delivery import Attempt
+from duetime.errors import DuetimeError, OutcomeUnknown, StoreUnavailable
+from duetime.model import Contact, Outcome, State, TimerKey, TimerPatch, TimerSpec, Verdict
+from duetime.stores.memory import MemoryStore
+from duetime.testing.faulty import Fault, FaultyStore
+from duetime.testing.virtual import VirtualClock, run_virtual
+
+X = TimerKey("default", "x")
+
+
+def on_one_shard(story: Callable[[World, FaultyStore], Awaitable[None]]) -> None:
+    async def told(clock: VirtualClock) -> None:
+        store = FaultyStore(MemoryStore(clock))
+        world = World(clock, store.as_store, namespaces__default_num_shards=1)
+        await world.start()
+        try:
+            await story(world, store)
+        finally:
+            store.heal()
+            await world.engine.stop()
+
+    run_virtual(told)
+
+
+def test_a_timer_whose_connect_fails_during_a_recovery_still_fires() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        refused = asyncio.Event()
+
+        async def connect(attempt: Attempt) -> Outcome:
+            if attempt.timer.timer_id == "x" and not refused.is_set():
+                await asyncio.sleep(1)
+                refused.set()
+                return Outcome(Contact.BROKEN, error="connection refused")
+            return await deliver(attempt)
+
+        deliver = world.destinations.deliver
+        world.destinations.deliver = connect  # type: ignore[method-assign]
+        world.engine.fire_loop._deliverer = world.destinations
+        await world.create("x", 1_000)
+        await asyncio.sleep(1.5)
+        store.fail("commit", Fault.LOST_THEN_UNKNOWN)
+        store.fail("claim", *[Fault.UNAVAILABLE] * 4)
+        other = asyncio.ensure_future(world.create("other", 3_600_000))
+        await refused.wait()
+        assert world.engine.shards[0].recovering
+        await asyncio.sleep(60)
+        await other
+        assert world.destinations.called() == ["x"]
+
+    on_one_shard(story)
+
+
+def test_a_timer_stalled_twice_by_a_recovery_does_not_fire_after_its_delete() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        due_ms = world.clock.wall_ms() + 1_000
+        wish = {"namespace": "default", "timer_id": "x", "execute_at_ms": due_ms, "callback_url": URL}
+        await world.service.create(TimerSpec(**wish))  # type: ignore[arg-type]
+        await asyncio.sleep(0.9)
+        store.fail("commit", Fault.LOST_THEN_UNKNOWN)
+        store.fail("claim", *[Fault.UNAVAILABLE] * 9)
+        store.fail("heartbeat", *[Fault.UNAVAILABLE] * 20)
+        other = asyncio.ensure_future(world.create("other", 3_600_000))
+        await asyncio.sleep(0.5)
+        await world.service.create(TimerSpec(**wish, if_absent=True))  # type: ignore[arg-type]
+        shard = world.engine.shards[0]
+        while shard.recovering:
+            await asyncio.sleep(0.01)
+        await other
+        assert await world.service.delete(X) is Verdict.CANCELLED
+        before = len(world.destinations.calls)
+        await asyncio.sleep(60)
+        assert world.destinations.calls[before:] == []
+        assert (world.engine.writes_waiting, world.engine.unsettled) == (0, 0)
+
+    on_one_shard(story)
+
+
+def test_if_absent_is_not_answered_from_a_write_that_is_not_on_disk() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        store.fail("commit", *[Fault.UNAVAILABLE] * 1_000)
+        first = asyncio.ensure_future(world.create("x", 60_000, payload="1"))
+        await asyncio.sleep(1)
+        second = asyncio.ensure_future(world.create("x", 60_000, payload="1", if_absent=True))
+        with pytest.raises(StoreUnavailable):
+            await first
+        store.heal()
+        assert not (await second).existed
+        await asyncio.sleep(120)
+        assert world.destinations.called() == ["x"]
+
+    on_one_shard(story)
+
+
+def test_a_delete_is_not_answered_from_an_outcome_that_is_not_on_disk() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await world.create("x", 1_000)
+        await asyncio.sleep(0.9)
+        store.fail("commit", *[Fault.UNAVAILABLE] * 5)
+        await asyncio.sleep(0.2)
+        assert world.destinations.called() == ["x"]
+        assert await world.service.delete(X) is Verdict.ALREADY_REACHED
+        await world.crash_and_restart()
+        await asyncio.sleep(60)
+        assert world.destinations.called() == ["x"]
+
+    on_one_shard(story)
+
+
+def test_a_delete_that_is_repeated_after_an_unknown_outcome_is_not_answered_before_it_is_known() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await world.create("x", 60_000)
+        store.fail("commit", Fault.LOST_THEN_UNKNOWN)
+        store.fail("claim", *[Fault.UNAVAILABLE] * 1_000)
+        with pytest.raises(OutcomeUnknown):
+            await world.service.delete(X)
+        with pytest.raises(DuetimeError):
+            await world.service.delete(X)
+        await world.crash_and_restart()
+        store.heal()
+        await asyncio.sleep(120)
+        assert world.destinations.called() == ["x"]
+
+    on_one_shard(story)
+
+
+def test_everybody_is_answered_also_who_follows_a_write_of_unknown_outcome() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        store.fail("commit", Fault.LOST_THEN_UNKNOWN)
+        store.fail("claim", *[Fault.UNAVAILABLE] * 100)
+        first = asyncio.ensure_future(world.create("x", 600_000))
+        await asyncio.sleep(0.5)
+        second = asyncio.ensure_future(world.create("x", 610_000))
+        await asyncio.sleep(30)
+        assert isinstance(first.exception(), OutcomeUnknown)
+        assert isinstance(second.exception(), OutcomeUnknown)
+
+    on_one_shard(story)
+
+
+def test_one_who_gives_up_waiting_for_a_timer_does_not_disturb_the_others() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await world.create("x", 60_000, payload="0")
+        updates = [
+            asyncio.ensure_future(world.service.update(X, TimerPatch(payload=str(number)))) for number in (1, 2, 3)
+        ]
+        await asyncio.sleep(0)
+        updates[1].cancel()
+        results = await asyncio.gather(*updates, return_exceptions=True)
+        assert isinstance(results[1], asyncio.CancelledError)
+        assert (await world.get("x")).timer.payload == "3"
+
+    on_one_shard(story)
+
+
+def test_large_timers_for_a_dead_destination_leave_room_for_the_others() -> None:
+    async def told(clock: VirtualClock) -> None:
+        world = World(clock, engine__timers_in_memory_max=1_000, engine__writes_waiting_max=5_000)
+        await world.start()
+
+        async def dead(attempt: Attempt) -> Outcome:
+            return Outcome(Contact.BROKEN, error="refused")
+
+        world.destinations.answers["http://dead.test/"] = dead
+        large = '"' + "x" * 8_000 + '"'
+        for number in range(400):
+            await world.create(f"dead{number}", 1_000, callback_url="http://dead.test/", payload=large)
+        for number in range(50):
+            await world.create(f"live{number}", 120_000 + number * 100)
+        await asyncio.sleep(300)
+        assert sum(timer_id.startswith("live") for timer_id in world.destinations.called()) == 50
+        await world.engine.stop()
+
+    run_virtual(told)
+
+
+def test_shards_that_could_not_be_claimed_at_the_start_are_claimed_later() -> None:
+    class Exclusive(MemoryStore):
+        capabilities = type(MemoryStore.capabilities)(
+            name="memory", batch_max=100, payload_bytes_max=1_000, lanes=1, exclusive=True, durable=False
+        )
+
+    async def told(clock: VirtualClock) -> None:
+        store = FaultyStore(Exclusive(clock))
+        store.fail("heartbeat", Fault.UNAVAILABLE)
+        world = World(clock, store.as_store)
+        await world.start()
+        assert world.service.readiness() is not None
+        await asyncio.sleep(5)
+        assert world.service.readiness() is None
+        await world.create("x", 1_000)
+        await asyncio.sleep(2)
+        assert (await world.get("x")).state is State.DELIVERED
+        await world.engine.stop()
+
+    run_virtual(told)
