@@ -91,7 +91,6 @@ class Engine:
         ]
         self._tasks: set[asyncio.Task[None]] = set()
         self._balancing = asyncio.Lock()
-        self._releasing: set[int] = set()
         self._recovery_trouble = Trouble("shards are not recovered yet", "shards are recovered")
         self._balanced_at_ms = 0
         self._namespaces_at_ms = 0

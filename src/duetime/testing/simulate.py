@@ -1,4 +1,4 @@
-"""Run many seeds of the simulator on all cores: `python -m duetime.testing.simulate --seeds 2000`.
+"""Run many seeds of the simulator on all cores: `make sim`, or `python -m duetime.testing.simulate --seeds 2000`.
 
 Prints a progress bar, what was covered, and for every failing seed the story of its first violation and
 the command that plays it again.
@@ -19,8 +19,9 @@ from msgspec import Struct
 
 from duetime.testing.mutants import MUTANTS
 from duetime.testing.sim import Run, simulate
+from duetime.testing.sim_loop import Livelock
 
-__all__ = ["Totals", "run_seeds"]
+__all__ = ["Totals", "caught_by", "report", "run_seeds"]
 
 _SHOWN_MAX = 3
 
@@ -70,6 +71,25 @@ def _one(seed: int) -> Run:
     return run
 
 
+def caught_by(name: str) -> int | None:
+    """The first seed that goes wrong with this mutant and well without it, of as many as the mutant states."""
+    logging.disable(logging.CRITICAL)
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
+    for seed in range(mutant.seeds):
+        with mutant.applied():
+            wrong = _goes_wrong(seed)
+        if wrong and not _goes_wrong(seed):
+            return seed
+    return None
+
+
+def _goes_wrong(seed: int) -> bool:
+    try:
+        return bool(simulate(seed).violations)
+    except Livelock:
+        return True
+
+
 def _draw(totals: Totals, count: int, seconds: float) -> None:
     filled = totals.seeds * 30 // count
     bar = "█" * filled + "░" * (30 - filled)
@@ -78,7 +98,7 @@ def _draw(totals: Totals, count: int, seconds: float) -> None:
     print(f"\r  {bar} {totals.seeds}/{count} seeds, {rate:.1f}/s{failed}", end="", file=sys.stderr, flush=True)
 
 
-def _report(totals: Totals, seconds: float) -> None:
+def report(totals: Totals, seconds: float) -> None:
     for story in totals.stories:
         print(story, "\n")
     print(
@@ -115,7 +135,7 @@ def main() -> int:
         return bool(run.violations)
     started = time.monotonic()
     totals = run_seeds(options.first, options.seeds, jobs=options.jobs, progress=sys.stderr.isatty())
-    _report(totals, time.monotonic() - started)
+    report(totals, time.monotonic() - started)
     return bool(totals.failed)
 
 

@@ -1,0 +1,147 @@
+"""Load for tests that break a real server: clients that keep what they were told, and the judgement of it.
+
+Every put carries a value of its own, so that duetime.testing.checker can tell from the receiver's log which
+wish a callback serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from real_server import RealReceiver, RealServer, until, wall_ms
+
+from duetime.http_client import HttpError
+from duetime.testing.checker import Kind, Result, Wish, judge
+from duetime.timetext import format_instant
+
+__all__ = ["Client", "Load", "new_seed"]
+
+
+def new_seed() -> int:
+    """Another one each time; printed, so that a failure shows it."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return seed
+
+
+class Client:
+    """Creates, replaces, updates and deletes timers of its own, one wish at a time, and keeps the answers."""
+
+    def __init__(self, name: str, server: RealServer, receiver: RealReceiver, rng: random.Random) -> None:
+        self.name = name
+        self.server = server
+        self.receiver = receiver
+        self.rng = rng
+        self.due_in_ms = (-100, 2_500)
+        self.number = 0
+        self.values = 0
+        self.stopping = False
+        self.wishes: list[Wish] = []
+
+    async def work(self) -> None:
+        while not self.stopping:
+            await self.one_wish()
+
+    async def one_wish(self) -> None:
+        old = self.number and self.rng.random() < 0.4
+        number = self.rng.randint(max(1, self.number - 20), self.number) if old else self._next()
+        timer = f"{self.name}-{number}"
+        dice = self.rng.random()
+        if old and dice < 0.4:
+            await self._delete(timer)
+        else:
+            await self._put(timer, "timers/update" if old and dice < 0.7 else "timers/create")
+
+    def _next(self) -> int:
+        self.number += 1
+        return self.number
+
+    async def _put(self, timer: str, path: str) -> None:
+        self.values += 1
+        value = f"{self.name}v{self.values}"
+        asked_at_ms = wall_ms()
+        due_ms = asked_at_ms + self.rng.randint(*self.due_in_ms)
+        body: dict[str, Any] = {"timerId": timer, "executeAt": format_instant(due_ms), "payload": value}
+        if path.endswith("create"):
+            body["callbackUrl"] = self.receiver.url
+        result = await self._ask(path, body)
+        self.wishes.append(Wish(timer, Kind.PUT, asked_at_ms, wall_ms(), result, value, due_ms))
+
+    async def _delete(self, timer: str) -> None:
+        asked_at_ms = wall_ms()
+        result = await self._ask("timers/delete", {"timerId": timer})
+        self.wishes.append(Wish(timer, Kind.DELETE, asked_at_ms, wall_ms(), result))
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> Result:
+        try:
+            status, answer = await self.server.call(path, body)
+        except HttpError as error:
+            if not error.sent:
+                await asyncio.sleep(0.05)  # the server is down
+                return Result.FAIL
+            return Result.INFO
+        if answer.get("verdict") == "alreadyReached" or status in (404, 409):
+            return Result.FAIL
+        assert status in (200, 429, 503), answer
+        if status == 200:
+            return Result.OK
+        return Result.INFO if answer["code"] == "outcome_unknown" else Result.FAIL
+
+
+class Load:
+    """Several clients at once, and everything they and the receiver have seen."""
+
+    def __init__(self, server: RealServer, receiver: RealReceiver, rng: random.Random, clients: int = 8) -> None:
+        self.server = server
+        self.receiver = receiver
+        self.clients = [Client(f"c{n}", server, receiver, random.Random(rng.random())) for n in range(clients)]
+
+    @property
+    def wishes(self) -> list[Wish]:
+        return [wish for client in self.clients for wish in client.wishes]
+
+    @property
+    def results(self) -> Counter[Result]:
+        return Counter(wish.result for wish in self.wishes)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Load for as long as the block takes; a client that breaks is a failure, too."""
+        workers = [asyncio.create_task(client.work()) for client in self.clients]
+        try:
+            yield
+        finally:
+            for client in self.clients:
+                client.stopping = True
+            await asyncio.gather(*workers)
+
+    async def acknowledged(self, more: int, within_seconds: float = 20) -> None:
+        """Waits until so many more wishes are acknowledged: it works (again)."""
+        enough = self.results[Result.OK] + more
+
+        async def is_enough() -> bool:
+            return self.results[Result.OK] >= enough
+
+        await until(is_enough, f"{more} more wishes are acknowledged", within_seconds)
+
+    async def until_nothing_is_scheduled(self) -> None:
+        """Everything left is due within seconds; a bound of a minute is a failure, not a race."""
+
+        async def is_empty() -> bool:
+            status, page = await self.server.call("timers/list", {"state": "scheduled", "limit": 1})
+            assert status == 200, page
+            return not page["timers"] and page["nextCursor"] is None
+
+        await until(is_empty, "nothing is scheduled any more", 60)
+
+    def judge(self, seed: int) -> None:
+        """Nothing lost, nothing early, nothing after an acknowledged delete or replacement."""
+        violations = judge(self.wishes, self.receiver.callbacks)
+        told = ", ".join(f"{count} {result}" for result, count in sorted(self.results.items()))
+        print(f"{told}; {len(self.receiver.callbacks)} callbacks")
+        assert not violations, f"seed {seed}: {len(violations)} violations, the first:\n{violations[0]}"
