@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUN_READY := $(VENV)/.duetime-run
 DEV_READY := $(VENV)/.duetime-dev
+SEEDS ?= 200
 # The fast ones first, so that they fail first.
 TESTS := $(wildcard tests/unit tests/docs tests/conformance tests/sim tests/e2e)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check format bench lock clean
+.PHONY: help demo serve test check sim prove format bench lock clean
 
 help: ## list the targets
 	@echo "Duetime: a durable timer service. Targets:"; echo
@@ -31,6 +32,12 @@ check: $(DEV_READY) ## lint, format, strict types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+sim: $(DEV_READY) ## play SEEDS=200 stories of the simulated cluster; a failing seed is printed with its replay
+	$(BIN)/python -m duetime.testing.simulate --seeds $(SEEDS)
+
+prove: $(DEV_READY) ## seeds run, faults by kind, mutants caught, cases of the failure catalogue covered
+	$(BIN)/python scripts/prove.py --seeds $(SEEDS)
 
 format: $(DEV_READY) ## format the code, fix what can be fixed
 	$(BIN)/ruff check --fix .

@@ -9,7 +9,7 @@ import sys
 from duetime.testing.sim import simulate
 from duetime.testing.simulate import run_seeds
 
-SEEDS = int(os.environ.get("DUETIME_SEEDS", "300"))
+SEEDS = int(os.environ.get("SEEDS") or (2_000 if os.environ.get("CI") == "true" else 300))
 
 
 def test_no_seed_breaks_an_invariant() -> None:

@@ -513,6 +513,22 @@ class TestClock:
 
         in_town(story)
 
+    def test_case_9_a_member_whose_clock_is_off_is_alive_and_known_to_own_nothing(self) -> None:
+        async def story(town: Town) -> None:
+            right, wrong = town.member(), town.member(offset_ms=2_000)
+            await right.join()
+            await wrong.join()
+            await right.observe()
+            assert set(right.alive) == {right.instance_id, wrong.instance_id}
+            assert right.fit == wrong.fit == [right.instance_id]
+            wrong.clock.offset_ms = 0
+            await wrong.beat()  # learns that it is right again
+            await wrong.beat()  # and says so
+            assert await right.observe()
+            assert set(right.fit) == {right.instance_id, wrong.instance_id}
+
+        in_town(story)
+
 
 class TestRendezvous:
     MEMBERS = tuple(f"{number:016x}" for number in range(1, 6))

@@ -1,0 +1,123 @@
+"""Two instances on one store: a wish goes to the owner of its shard, in one hop, and happens once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from engine_world import URL, World
+
+from duetime.errors import DuetimeError, NotOwner
+from duetime.model import TimerKey, TimerSpec, Verdict, shard_of
+from duetime.peers import CreateOrder, Forward, OrderAnswer
+from duetime.service import Service
+from duetime.stores.memory import MemoryStore
+from duetime.testing.virtual import VirtualClock, run_virtual
+
+
+class Wires:
+    """Peers that reach each other directly; every forward is kept."""
+
+    def __init__(self) -> None:
+        self.services: dict[str, Service] = {}
+        self.sent: list[tuple[str, Forward]] = []
+
+    async def forward(self, address: str, forward: Forward) -> OrderAnswer:
+        self.sent.append((address, forward))
+        return await self.services[address].take(forward)
+
+
+def of_two(story: Callable[[World, World, Wires], Awaitable[None]]) -> None:
+    async def told(clock: VirtualClock) -> None:
+        wires, store = Wires(), MemoryStore(clock)
+        worlds: list[World] = []
+        for name in ("a", "b"):
+            world = World(clock, store)
+            if worlds:
+                world.new_instance()  # another seed than the first one's
+            world.engine.membership.address = name
+            world.service = Service(world.config, world.engine, world.store, world.destinations, wires)
+            wires.services[name] = world.service
+            await world.start()
+            worlds.append(world)
+        await asyncio.sleep(5)
+        try:
+            await story(worlds[0], worlds[1], wires)
+        finally:
+            for world in worlds:
+                await world.engine.stop()
+
+    run_virtual(told)
+
+
+def owned_by(world: World) -> str:
+    """An id whose shard that instance owns."""
+    return next(f"t{n}" for n in range(1_000) if shard_of(f"t{n}", 16) in world.engine.shards)
+
+
+def test_both_own_some_and_each_takes_wishes_about_all() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        assert len(a.engine.shards) + len(b.engine.shards) == 16
+        assert a.engine.shards
+        assert b.engine.shards
+        ids = [f"t{n}" for n in range(40)]
+        await asyncio.gather(*(a.create(timer_id, 1_000) for timer_id in ids))
+        assert wires.sent
+        assert await a.service.delete(TimerKey("default", owned_by(b))) is Verdict.CANCELLED
+        await asyncio.sleep(5)
+        assert sorted(a.destinations.called() + b.destinations.called()) == sorted(set(ids) - {owned_by(b)})
+
+    of_two(story)
+
+
+def test_case_26_a_forward_goes_one_hop_and_is_refused_rather_than_passed_on() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        timer_id = owned_by(b)
+        spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1_000, callback_url=URL)
+        misled = Forward("id", shard_of(timer_id, 16), 1, CreateOrder(spec))
+        with pytest.raises(NotOwner) as refused:
+            await a.service.take(misled)
+        assert (refused.value.status, refused.value.retry_after_seconds) == (503, 1)
+        assert wires.sent == []
+
+    of_two(story)
+
+
+def test_case_27_a_forward_to_an_ex_owner_is_refused_and_sent_once_more_to_the_new_one() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        timer_id = owned_by(b)
+        shard_id = shard_of(timer_id, 16)
+        b.engine._unknown(b.engine.shards[shard_id])  # it claims again: another version
+        await asyncio.sleep(0.5)
+        stale = a.engine.rows[shard_id]
+        a.engine.rows[shard_id] = type(stale)(shard_id, stale.version - 1, 1, stale.owner_id, stale.owner_address)
+        await a.create(timer_id, 1_000)
+        versions = [forward.version for _, forward in wires.sent]
+        assert len(versions) == 2
+        assert versions[1] == b.engine.shards[shard_id].fence.version
+        await asyncio.sleep(5)
+        assert b.destinations.called() == [timer_id]
+
+    of_two(story)
+
+
+def test_a_forward_that_arrives_twice_is_carried_out_once() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        timer_id = owned_by(b)
+        await a.create(timer_id, 60_000)
+        _, forward = wires.sent[-1]
+        assert await b.service.delete(TimerKey("default", timer_id)) is Verdict.CANCELLED
+        await b.service.take(forward)
+        await asyncio.sleep(120)
+        assert a.destinations.calls + b.destinations.calls == []
+
+    of_two(story)
+
+
+def test_an_error_of_the_owner_comes_back_to_who_asked() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        with pytest.raises(DuetimeError, match="There is no timer"):
+            await a.service.delete(TimerKey("default", owned_by(b)))
+
+    of_two(story)
