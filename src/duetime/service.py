@@ -91,6 +91,7 @@ class Service:
         self._peers = peers or NoPeers()
         self._namespaces = engine.namespaces
         self._telemetry = engine.telemetry
+        self._taken: dict[str, asyncio.Future[OrderAnswer]] = {}  # orders from other instances, by their id
 
     # --- create -----------------------------------------------------------------------------------
 
@@ -247,13 +248,12 @@ class Service:
         """To the owner as last known; if that was an ex-owner, once more to the new one. Never two hops."""
         if not self._engine.started or self._engine.stopping:
             raise NotReady
-        order_id = self._engine.new_id()
         for last in (False, True):
             row = self._engine.rows.get(shard_id)
             if row is not None and row.owner_id is not None and row.owner_id != self._engine.membership.instance_id:
                 try:
                     return await self._peers.forward(
-                        row.owner_address or "", Forward(order_id, shard_id, row.version, order)
+                        row.owner_address or "", Forward(self._engine.new_id(), shard_id, row.version, order)
                     )
                 except NotOwner:
                     pass  # certainly not applied
@@ -262,18 +262,21 @@ class Service:
         raise NotOwner
 
     async def take(self, forward: Forward) -> OrderAnswer:
-        """An order from another instance. One for another version of the shard is refused, and one that
-        was taken already is answered as it was: what the network repeats happens once."""
+        """An order from another instance. One that was seen before is answered as it was then, refusals too:
+        a repetition must neither happen twice nor find us the owner of what we had to refuse."""
+        answer = self._taken.get(forward.order_id)
+        if answer is None:
+            answer = self._taken[forward.order_id] = asyncio.ensure_future(self._take(forward))
+            answer.add_done_callback(_retrieved)
+            if len(self._taken) > _TAKEN_MAX:
+                del self._taken[next(iter(self._taken))]
+        return await asyncio.shield(answer)
+
+    async def _take(self, forward: Forward) -> OrderAnswer:
         shard = self._engine.shards.get(forward.shard_id)
         if shard is None or shard.closing or shard.fence.version != forward.version:
             raise NotOwner
-        taken = shard.taken.get(forward.order_id)
-        if taken is None:
-            taken = shard.taken[forward.order_id] = asyncio.ensure_future(self._carry_out(shard, forward.order))
-            taken.add_done_callback(_retrieved)
-            if len(shard.taken) > _TAKEN_MAX:
-                del shard.taken[next(iter(shard.taken))]
-        return cast(OrderAnswer, await asyncio.shield(taken))
+        return await self._carry_out(shard, forward.order)
 
     # --- namespaces -------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import asyncio
 import enum
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, StoreUnavailable
 from duetime.model import BEFORE_ALL, Position, Reached, Settlement, Timer, TimerKey
@@ -142,7 +142,6 @@ class Shard:
         self.loading = False
         self.sending: dict[TimerKey, int] = {}  # deliveries under way
         self.trouble = ""  # why the last batch was not applied; empty: it was
-        self.taken: dict[str, asyncio.Future[Any]] = {}  # orders from other instances, by their id
         self.stalled: list[Entry] = []  # due, but waiting for the end of a recovery
         self._yard = yard
         self._loop = asyncio.get_running_loop()  # asking for it costs a system call each time
