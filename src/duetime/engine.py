@@ -237,7 +237,8 @@ class Engine:
         for claim, row in zip(claims, await self._store.claim(claims), strict=True):
             self.rows[row.shard_id] = row
             # An answer that got lost is no matter: the row then carries our id, and is claimed once more.
-            if row.nonce == claim.nonce and row.owner_id == claim.owner_id:
+            # One that was made under a name we no longer have is not ours.
+            if row.nonce == claim.nonce and claim.owner_id == self.membership.instance_id:
                 self.shards[row.shard_id] = Shard(row, self)
 
     def _claim_of(self, shard_id: int, expected_version: int) -> Claim:
@@ -261,6 +262,10 @@ class Engine:
         if self.shards.get(shard.shard_id) is shard:
             del self.shards[shard.shard_id]
         shard.drop(error, unknown)
+
+    def _drop_all(self) -> None:
+        for shard in list(self.shards.values()):
+            self._drop(shard, NotOwner(), OutcomeUnknown())
 
     async def _release(self, shards: list[Shard]) -> None:
         """Stop intake, let what is in flight land, commit, and only then give the shards free."""
@@ -334,9 +339,11 @@ class Engine:
             await asyncio.sleep(interval)
             try:
                 if dead:
+                    # A join that fails half-way may have let a claim through: nothing outlives a name.
+                    self._drop_all()
                     await self.membership.join()
-                    await self.balance()
                     dead = False
+                    await self.balance()
                 await self.membership.beat()
                 if self.membership.is_skewed and not alone:
                     self._spawn(self._release([s for s in self.shards.values() if not s.closing]))
@@ -345,8 +352,7 @@ class Engine:
             except MemberDead:
                 # Whatever we held is another's. Begin again, under a new name.
                 log.error("this instance was declared dead: dropping its shards and joining again")
-                for shard in list(self.shards.values()):
-                    self._drop(shard, NotOwner(), OutcomeUnknown())
+                self._drop_all()
                 dead = True
             except StoreError as error:
                 log.warning("could not look at the cluster: %s", error)
