@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from duetime.model import BEFORE_ALL, Timer, shard_of
-from duetime.store import Batch, Claim, Fence
+from duetime.store import Batch, Claim, Fence, Stretch
 from duetime.stores import sqlite_file, sqlite_sql
 from duetime.stores.sqlite import WRITER_PRAGMAS, SqliteStore
 from duetime.testing import make_reached, make_timer
@@ -113,7 +113,7 @@ async def loads(path: Path, timers: list[Timer], size: int) -> float:
     for shard_id in range(SHARDS):
         after = BEFORE_ALL
         while True:
-            page = await store.load(shard_id, after, 1 << 60, size)
+            [page] = await store.load([Stretch(shard_id, after, 1 << 60, size)])
             count += len(page.timers)
             if page.next is None:
                 break

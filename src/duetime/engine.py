@@ -19,9 +19,10 @@ from duetime.errors import DuetimeError, MemberDead, NotOwner, OutcomeUnknown, S
 from duetime.firing import FireLoop
 from duetime.horizon import Horizon
 from duetime.lane import Lane, Lookup
-from duetime.membership import Membership, rendezvous
+from duetime.membership import Membership
 from duetime.model import Namespace, TimerKey
 from duetime.namespaces import Namespaces
+from duetime.placement import owners
 from duetime.shard import Entry, Shard
 from duetime.store import Claim, Fence, Found, ShardRow, Store
 from duetime.telemetry import Telemetry, Trouble, log
@@ -31,7 +32,7 @@ __all__ = ["Engine"]
 _CLAIMS_PER_CALL = 256
 _PURGED_PER_CALL = 1_000
 _PURGE_ROUND_SECONDS = 60
-_BALANCE_EVERY_MS = 1_000
+_BALANCE_EVERY_MS = 5_000  # when everything is where it should be
 _NAMESPACES_EVERY_MS = 5_000
 _RECOVERY_PAUSE_SECONDS = 0.05
 # Deliveries made but not yet on disk would be made again after a crash: beyond this many, no more are started.
@@ -91,6 +92,8 @@ class Engine:
         ]
         self._tasks: set[asyncio.Task[None]] = set()
         self._balancing = asyncio.Lock()
+        self._next_balance: asyncio.Future[None] | None = None
+        self._settled = False  # as last read, every shard is where it should be
         self._recovery_trouble = Trouble("shards are not recovered yet", "shards are recovered")
         self._balanced_at_ms = 0
         self._namespaces_at_ms = 0
@@ -198,39 +201,58 @@ class Engine:
     # --- claims -----------------------------------------------------------------------------------
 
     async def balance(self) -> None:
-        """Claim what should be mine and is free, release what should be another's."""
+        """Read the shards anew; claim what should be mine and is free, release what should be another's.
+
+        What it reads is no older than the call. All who ask while one is waiting to begin share it.
+        """
+        if self._next_balance is None:
+            self._next_balance = asyncio.ensure_future(self._balance_next())
+            self._next_balance.add_done_callback(_retrieved)
+        await asyncio.shield(self._next_balance)
+
+    async def _balance_next(self) -> None:
         async with self._balancing:
-            asked_at_ms = self._balanced_at_ms = self._clock.boot_ms()
-            self.rows = {row.shard_id: row for row in await self._store.shards()}
-            if not self._store.capabilities.exclusive:
-                # Members after shards, never before: an owner that joined in between would look dead.
-                await self.membership.observe()
-            alive, fit = self.membership.alive, self.membership.fit
-            if self.stopping or not self.membership.may_fire() or self.membership.instance_id not in alive:
-                return  # nothing is claimed before this instance is fully alive, nor once it is dead
-            wanted: list[ShardRow] = []
-            unwanted: list[Shard] = []
-            orphaned: list[Fence] = []
-            for row in self.rows.values():
-                is_mine = rendezvous(row.shard_id, fit) == self.membership.instance_id
-                shard = self.shards.get(row.shard_id)
-                if shard is not None:
-                    # Another has it, or a failover of the database has forgotten that we do.
-                    if row.fence != shard.fence and shard.fenced_at_ms < asked_at_ms and not shard.recovering:
-                        self._lost(shard)
-                    elif not is_mine and not shard.closing:
-                        unwanted.append(shard)
-                elif is_mine and (row.owner_id == self.membership.instance_id or row.owner_id not in alive):
-                    wanted.append(row)
-                elif row.owner_id == self.membership.instance_id:
-                    orphaned.append(row.fence)  # a release that did not get through
-            for start in range(0, len(wanted), _CLAIMS_PER_CALL):
-                await self._claim(wanted[start : start + _CLAIMS_PER_CALL])
-            self.horizon.look()
-        if unwanted:
-            self._spawn(self._release(unwanted))
+            self._next_balance = None  # who asks from here on needs a newer one
+            orphaned = await self._balance()
         if orphaned:
             await self._give_free(orphaned)
+
+    async def _balance(self) -> list[Fence]:
+        """Answers the fences of shards that are ours by mistake."""
+        asked_at_ms = self._balanced_at_ms = self._clock.boot_ms()
+        self.rows = {row.shard_id: row for row in await self._store.shards()}
+        if not self._store.capabilities.exclusive:
+            # Members after shards, never before: an owner that joined in between would look dead.
+            await self.membership.observe()
+        alive, fit = self.membership.alive, self.membership.fit
+        if self.stopping or not self.membership.may_fire() or self.membership.instance_id not in alive:
+            self._settled = False
+            return []  # nothing is claimed before this instance is fully alive, nor once it is dead
+        me = self.membership.instance_id
+        target = owners(len(self.rows), fit)
+        wanted: list[ShardRow] = []
+        unwanted: list[Shard] = []
+        orphaned: list[Fence] = []
+        for row in self.rows.values():
+            is_mine = target[row.shard_id] == me
+            shard = self.shards.get(row.shard_id)
+            if shard is not None:
+                # Another has it, or a failover of the database has forgotten that we do.
+                if row.fence != shard.fence and shard.fenced_at_ms < asked_at_ms and not shard.recovering:
+                    self._lost(shard, OutcomeUnknown())
+                elif not is_mine and not shard.closing:
+                    unwanted.append(shard)
+            elif is_mine and (row.owner_id == me or row.owner_id not in alive):
+                wanted.append(row)
+            elif row.owner_id == me:
+                orphaned.append(row.fence)  # a release that did not get through
+        for start in range(0, len(wanted), _CLAIMS_PER_CALL):
+            await self._claim(wanted[start : start + _CLAIMS_PER_CALL])
+        self._settled = all(row.owner_id == target[shard_id] for shard_id, row in self.rows.items())
+        self.horizon.look()
+        if unwanted:
+            self._spawn(self._release(unwanted))
+        return orphaned
 
     async def _claim(self, rows: list[ShardRow]) -> None:
         claims = [self._claim_of(row.shard_id, row.version) for row in rows]
@@ -253,10 +275,11 @@ class Engine:
 
     # --- losing and giving away -------------------------------------------------------------------
 
-    def _lost(self, shard: Shard) -> None:
+    def _lost(self, shard: Shard, unknown: DuetimeError | None = None) -> None:
+        """`unknown`: what to tell about a commit under way, unless it was the one that was refused."""
         self.telemetry.shards_lost.value += 1
         log.warning("shard %d is another's now", shard.shard_id)
-        self._drop(shard, NotOwner())
+        self._drop(shard, NotOwner(), unknown)
 
     def _drop(self, shard: Shard, error: DuetimeError, unknown: DuetimeError | None = None) -> None:
         if self.shards.get(shard.shard_id) is shard:
@@ -268,20 +291,22 @@ class Engine:
             self._drop(shard, NotOwner(), OutcomeUnknown())
 
     async def _release(self, shards: list[Shard]) -> None:
-        """Stop intake, let what is in flight land, commit, and only then give the shards free."""
+        """Stop intake, let what is in flight land, commit, and only then give the shards free, each when it can be."""
         for shard in shards:
             shard.closing = True
         deadline_ms = self._clock.boot_ms() + self._config.server.drain_timeout.ms
-        while not all(shard.is_quiet or shard.dropped for shard in shards):
-            if self._clock.boot_ms() >= deadline_ms:
+        waiting = shards
+        while waiting := [shard for shard in waiting if not shard.dropped]:
+            too_late = self._clock.boot_ms() >= deadline_ms
+            if too_late and not all(shard.is_quiet for shard in waiting):
                 log.warning("not everything in flight has landed in time; it may be delivered twice")
-                break
-            await asyncio.sleep(0.01)
-        kept = [shard for shard in shards if not shard.dropped]
-        fences = [shard.fence for shard in kept]
-        for shard in kept:
-            self._drop(shard, NotOwner(), OutcomeUnknown())
-        await self._give_free(fences)
+            quiet = [shard for shard in waiting if too_late or shard.is_quiet]
+            fences = [shard.fence for shard in quiet]
+            for shard in quiet:
+                self._drop(shard, NotOwner(), OutcomeUnknown())
+            await self._give_free(fences)
+            if len(quiet) < len(waiting):
+                await asyncio.sleep(0.01)
 
     async def _give_free(self, fences: list[Fence]) -> None:
         for start in range(0, len(fences), _CLAIMS_PER_CALL):
@@ -336,7 +361,7 @@ class Engine:
         alone = self._store.capabilities.exclusive
         dead = False
         while True:
-            await asyncio.sleep(interval)
+            await asyncio.sleep(self._until_next_look(interval))
             try:
                 if dead:
                     # A join that fails half-way may have let a claim through: nothing outlives a name.
@@ -347,7 +372,7 @@ class Engine:
                 await self.membership.beat()
                 if self.membership.is_skewed and not alone:
                     self._spawn(self._release([s for s in self.shards.values() if not s.closing]))
-                if not alone and await self.membership.observe():
+                if not alone and (await self.membership.observe() or not self._settled):
                     await self.balance()
             except MemberDead:
                 # Whatever we held is another's. Begin again, under a new name.
@@ -357,6 +382,13 @@ class Engine:
             except StoreError as error:
                 log.warning("could not look at the cluster: %s", error)
             self.fire_loop.wake()
+
+    def _until_next_look(self, interval: float) -> float:
+        """The next heartbeat; sooner if a member may be declared dead before it."""
+        death_ms = self.membership.next_death_ms()
+        if death_ms is None:
+            return interval
+        return min(interval, max(0.05, (death_ms - self._clock.boot_ms()) / 1_000))
 
     async def _sweeps(self) -> None:
         """Once a second: nothing depends on a wake-up that might have been lost."""
@@ -379,8 +411,8 @@ class Engine:
                     self._namespaces_at_ms = now_ms
                     await self.namespaces.refresh()
                 # Alone, nothing moves; but what could not be claimed for want of a lease still has to be.
-                missing = len(self.shards) < len(self.rows)
-                if (missing or not exclusive) and now_ms - self._balanced_at_ms > _BALANCE_EVERY_MS:
+                missing = exclusive and len(self.shards) < len(self.rows)
+                if missing or (not exclusive and now_ms - self._balanced_at_ms > _BALANCE_EVERY_MS):
                     await self.balance()
             except StoreError as error:
                 log.warning("could not look at the store: %s", error)
@@ -391,19 +423,28 @@ class Engine:
         while True:
             await asyncio.sleep(1.0)
             turn = (turn + 1) % _PURGE_ROUND_SECONDS
-            for shard in [s for s in self.shards.values() if s.shard_id % _PURGE_ROUND_SECONDS == turn]:
-                await self._purge(shard)
+            shards = [s for s in self.shards.values() if s.shard_id % _PURGE_ROUND_SECONDS == turn]
+            try:
+                while shards:
+                    shards = await self._purge([s for s in shards if not (s.dropped or s.recovering)])
+            except StoreError as error:
+                log.warning("could not purge what is past its retention: %s", error)
 
-    async def _purge(self, shard: Shard) -> None:
-        fence = shard.fence
-        try:
-            while not (shard.dropped or shard.recovering):
-                fence = shard.fence
-                removed = await self._store.purge_reached(fence, self.membership.now_ms(), _PURGED_PER_CALL)
-                if removed < _PURGED_PER_CALL:
-                    return
-        except ShardLost:
-            if shard.fence is fence and not shard.recovering:  # a recovery changes the fence under our feet
-                self._lost(shard)
-        except StoreError as error:
-            log.warning("could not purge shard %d: %s", shard.shard_id, error)
+    async def _purge(self, shards: list[Shard]) -> list[Shard]:
+        """One round; answers the shards that may have more."""
+        fences = [shard.fence for shard in shards]
+        results = await self._store.purge_reached(fences, self.membership.now_ms(), _PURGED_PER_CALL)
+        more: list[Shard] = []
+        for shard, fence, removed in zip(shards, fences, results, strict=True):
+            if isinstance(removed, ShardLost):
+                if shard.fence is fence and not shard.recovering:  # a recovery changes the fence under our feet
+                    self._lost(shard, OutcomeUnknown())
+            elif removed == _PURGED_PER_CALL:
+                more.append(shard)
+        return more
+
+
+def _retrieved(future: asyncio.Future[None]) -> None:
+    """An error is the askers' to see; if they have all gone it is nobody's."""
+    if not future.cancelled():
+        future.exception()

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Sequence
 
 from duetime.config import EngineConfig
 from duetime.errors import StoreError
 from duetime.firing import FireLoop
 from duetime.membership import Membership
 from duetime.shard import Shard
-from duetime.store import Store
+from duetime.store import Page, Store, Stretch
 from duetime.telemetry import log
 
 __all__ = ["Horizon"]
 
 _PAGE_TIMERS_MAX = 1_000
+_PAGE_TIMERS_MIN = 50
 _LOADERS = 4
+_SHARDS_PER_LOAD = 64  # of which little is expected: thousands of idle shards must cost next to nothing
 _URGENT_MS = 5_000
 _ROOMY = 0.75  # of the cap: beyond it only what is urgent is loaded
 _RELIEVED = 0.5
@@ -42,9 +45,10 @@ class Horizon:
         self._fire_loop = fire_loop
         self._shards = shards
         self._needy: list[tuple[int, int]] = []  # (horizon, shard)
+        self._deep: set[int] = set()  # shards whose last page was not the end: they get one of their own
         self._wake = asyncio.Event()
         self._relieving = False
-        self._page_timers = max(50, min(_PAGE_TIMERS_MAX, config.timers_in_memory_max // 10))
+        self._page_timers = max(_PAGE_TIMERS_MIN, min(_PAGE_TIMERS_MAX, config.timers_in_memory_max // 10))
         self.weight = 0  # of everything in memory
 
     # --- the account ------------------------------------------------------------------------------
@@ -97,13 +101,26 @@ class Horizon:
     async def _load_pages(self) -> None:
         while True:
             await self._wake.wait()
-            shard = self._neediest()
-            if shard is None:
+            shards = self._neediest()
+            if not shards:
                 self._wake.clear()
                 continue
-            await self._load_page(shard)
+            await self._load(shards)
 
-    def _neediest(self) -> Shard | None:
+    def _neediest(self) -> list[Shard]:
+        """The next to load: one that has much, or many of which nothing is known yet."""
+        shards: list[Shard] = []
+        while len(shards) < _SHARDS_PER_LOAD and not (shards and self._needy and self._needy[0][1] in self._deep):
+            shard = self._next_needy()
+            if shard is None:
+                break
+            shards.append(shard)
+            shard.load_begins()
+            if shard.shard_id in self._deep:
+                break
+        return shards
+
+    def _next_needy(self) -> Shard | None:
         cap = self._config.timers_in_memory_max
         while self._needy:
             horizon_ms, shard_id = self._needy[0]
@@ -118,15 +135,22 @@ class Horizon:
                 return shard
         return None
 
-    async def _load_page(self, shard: Shard) -> None:
+    async def _load(self, shards: list[Shard]) -> None:
         until_ms = self._membership.now_ms() + self._config.look_ahead.ms
-        shard.load_begins()
-        page = None
+        limit = max(self._page_timers // len(shards), _PAGE_TIMERS_MIN)
+        pages: Sequence[Page | None] = [None] * len(shards)
         try:
-            page = await self._store.load(shard.shard_id, shard.horizon, until_ms, self._page_timers)
+            pages = await self._store.load([Stretch(s.shard_id, s.horizon, until_ms, limit) for s in shards])
         except StoreError as error:
-            log.warning("could not load timers of shard %d: %s", shard.shard_id, error)
+            log.warning("could not load timers of %d shards: %s", len(shards), error)
         finally:
-            shard.load_ended(page, until_ms)
+            for shard, page in zip(shards, pages, strict=True):
+                self._loaded(shard, page, until_ms)
+
+    def _loaded(self, shard: Shard, page: Page | None, until_ms: int) -> None:
+        shard.load_ended(page, until_ms)
+        self._deep.discard(shard.shard_id)
         if page is not None and page.next is not None and not shard.dropped:
+            self._deep.add(shard.shard_id)
             heapq.heappush(self._needy, (shard.horizon.execute_at_ms, shard.shard_id))
+            self._wake.set()

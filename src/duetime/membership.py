@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import random
 
+from msgspec.structs import replace
+
 from duetime.clock import Clock
 from duetime.config import EngineConfig
 from duetime.errors import MemberDead, OutcomeUnknown, StoreError
-from duetime.model import uuid_of
 from duetime.store import Member, Store
 from duetime.telemetry import Telemetry, Trouble, log
 
-__all__ = ["Membership", "rendezvous"]
+__all__ = ["Membership"]
 
 _NEVER = -1
 _FORGET_AFTER_MS = 600_000
@@ -44,6 +45,7 @@ class Membership:
         self._rng = rng
         self.address = address
         self.instance_id = ""
+        self.secret = ""
         self.skew_ms = 0
         self.trouble = Trouble("heartbeats fail, and without them nothing is fired", "heartbeats succeed again")
         self.alive: dict[str, Member] = {}  # as last read, this instance included
@@ -83,7 +85,8 @@ class Membership:
         self.instance_id = f"{self._rng.getrandbits(64):016x}"
         self._counter = 0
         self._lease_until_ms = _NEVER
-        member = Member(self.instance_id, self.address, 0, True, self._clock.wall_ms())
+        self.secret = f"{self._rng.getrandbits(256):064x}"
+        member = Member(self.instance_id, self.address, 0, True, self._clock.wall_ms(), self.secret)
         await self._store.join(member)
         await self.beat()
         if self.is_skewed:
@@ -147,9 +150,7 @@ class Membership:
             if counter != member.counter:
                 self._seen[member.instance_id] = (member.counter, boot_ms)
             elif boot_ms - since_ms > self._config.dead_after.ms and await self._bury(member):
-                members[member.instance_id] = Member(
-                    member.instance_id, member.address, member.counter, False, member.joined_at_ms
-                )
+                members[member.instance_id] = replace(member, alive=False)
         for gone in self._seen.keys() - members.keys():
             del self._seen[gone]
         for gone in self._dead_since_ms.keys() - members.keys():
@@ -159,14 +160,19 @@ class Membership:
         return before != (set(self.alive), self.fit)
 
     @property
-    def fit(self) -> list[str]:
+    def fit(self) -> tuple[str, ...]:
         """Those of the living that may own shards."""
-        return [name for name, member in self.alive.items() if self._is_fit(member)]
+        return tuple(sorted(name for name, member in self.alive.items() if self._is_fit(member)))
 
     def _is_fit(self, member: Member) -> bool:
         if member.instance_id == self.instance_id:
             return not self.is_skewed
         return member.counter % 2 == 0
+
+    def next_death_ms(self) -> int | None:
+        """Boot time at which a member will have stood still for too long, if it goes on standing still."""
+        stood = [since_ms for name, (_, since_ms) in self._seen.items() if name in self.alive]
+        return min(stood) + self._config.dead_after.ms + 1 if stood else None
 
     async def leave(self) -> None:
         """Gone for good, and said so: nobody has to wait for it."""
@@ -200,8 +206,3 @@ class Membership:
         since_ms = self._dead_since_ms.setdefault(member.instance_id, boot_ms)
         if boot_ms - since_ms > _FORGET_AFTER_MS:
             await self._store.forget_member(member.instance_id)
-
-
-def rendezvous(shard_id: int, instance_ids: list[str]) -> str:
-    """The member that should own a shard: everybody computes the same, and a change moves few shards."""
-    return max(instance_ids, key=lambda instance_id: uuid_of(instance_id, str(shard_id)))

@@ -39,6 +39,7 @@ __all__ = [
     "Page",
     "ShardRow",
     "Store",
+    "Stretch",
     "open_store",
 ]
 
@@ -112,6 +113,15 @@ class Committed(Struct, frozen=True):
     replaced: frozenset[int] = frozenset()
 
 
+class Stretch(Struct, frozen=True):
+    """A wish to load: timers of a shard with `after < position` and `execute_at_ms <= until_ms`, in order."""
+
+    shard_id: int
+    after: Position
+    until_ms: int
+    limit: int
+
+
 class Page(Struct, frozen=True):
     """A stretch of timers in order. `next is None`: the range is exhausted; an empty page alone says nothing."""
 
@@ -161,6 +171,7 @@ class Member(Struct, frozen=True):
     counter: int
     alive: bool
     joined_at_ms: int
+    secret: str = ""  # what the others sign with when they speak to it; whoever reads the database may
 
 
 class Store(Protocol):
@@ -210,9 +221,8 @@ class Store(Protocol):
         """Write each batch whole or, if its fence fails, not at all; one result for each, in order."""
         ...
 
-    async def load(self, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-        """Timers with `after < position` and `execute_at_ms <= until_ms`, in order; sees every commit
-        that was acknowledged before the call."""
+    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
+        """A page for each, in the order asked; sees every commit that was acknowledged before the call."""
         ...
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
@@ -221,8 +231,8 @@ class Store(Protocol):
 
     async def list_timers(self, query: ListQuery) -> Listing: ...
 
-    async def purge_reached(self, fence: Fence, before_ms: int, limit: int) -> int:
-        """Remove up to `limit` reached rows with `purge_at_ms < before_ms`; how many were. Fenced: ShardLost."""
+    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+        """Remove up to `limit` reached rows of each shard with `purge_at_ms < before_ms`; how many were. Fenced."""
         ...
 
     # -- namespaces

@@ -17,7 +17,6 @@ from duetime.errors import ShardLost
 from duetime.model import (
     Contact,
     Outcome,
-    Position,
     RetryPolicy,
     State,
     TimerFilter,
@@ -27,7 +26,7 @@ from duetime.model import (
     shard_of,
 )
 from duetime.shard import end_of
-from duetime.store import Batch, Claim, Committed, Listing, ListQuery, Page
+from duetime.store import Batch, Claim, Committed, Listing, ListQuery, Page, Stretch
 from duetime.stores.memory import MemoryStore
 from duetime.testing import make_timer
 from duetime.testing.faulty import Fault, FaultyStore
@@ -448,12 +447,14 @@ class SlowPages(MemoryStore):
         self.delivered.set()
         self.read: asyncio.Queue[int] = asyncio.Queue()
 
-    async def load(self, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-        page = await super().load(shard_id, after, until_ms, limit)
-        if page.timers and not self.delivered.is_set():
-            self.read.put_nowait(shard_id)
+    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
+        pages = await super().load(stretches)
+        read = [stretch.shard_id for stretch, page in zip(stretches, pages, strict=True) if page.timers]
+        if read and not self.delivered.is_set():
+            for shard_id in read:
+                self.read.put_nowait(shard_id)
             await self.delivered.wait()
-        return page
+        return pages
 
 
 class GappyPages(MemoryStore):
@@ -463,9 +464,12 @@ class GappyPages(MemoryStore):
         super().__init__(clock)
         self.empty = 0
 
-    async def load(self, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-        page = await super().load(shard_id, after, until_ms, 3)
-        if page.timers and (gap := end_of(page.timers[0].execute_at_ms - 1)) > after:
+    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
+        pages = await super().load([replace(stretch, limit=3) for stretch in stretches])
+        return [self._gappy(stretch, page) for stretch, page in zip(stretches, pages, strict=True)]
+
+    def _gappy(self, stretch: Stretch, page: Page) -> Page:
+        if page.timers and (gap := end_of(page.timers[0].execute_at_ms - 1)) > stretch.after:
             self.empty += 1
             return Page((), gap)
         return page

@@ -15,7 +15,7 @@ import pytest
 
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
 from duetime.model import BEFORE_ALL, Ending
-from duetime.store import Batch, Claim, Fence, open_store
+from duetime.store import Batch, Claim, Fence, Stretch, open_store
 from duetime.stores.sqlite import SqliteStore
 from duetime.testing import make_reached, make_timer
 
@@ -76,7 +76,7 @@ async def test_a_killed_process_leaves_the_file_free_and_its_commits_in_it(tmp_p
             await opened(path)
         process.send_signal(signal.SIGKILL)
     store = await opened(path)
-    assert list((await store.load(0, BEFORE_ALL, 1 << 60, 10)).timers) == [make_timer()]
+    assert list((await store.load([Stretch(0, BEFORE_ALL, 1 << 60, 10)]))[0].timers) == [make_timer()]
     await store.close()
 
 
@@ -211,7 +211,7 @@ async def test_a_commit_whose_caller_gave_up_is_done_all_the_same(tmp_path: Path
     with pytest.raises(asyncio.CancelledError):
         await task
     await store.commit([Batch(fence)])  # behind it in the queue
-    assert list((await store.load(0, BEFORE_ALL, 1 << 60, 10)).timers) == [make_timer()]
+    assert list((await store.load([Stretch(0, BEFORE_ALL, 1 << 60, 10)]))[0].timers) == [make_timer()]
     await store.close()
 
 

@@ -28,6 +28,7 @@ from duetime.store import (
     Member,
     Page,
     ShardRow,
+    Stretch,
 )
 
 __all__ = ["MemoryStore"]
@@ -160,16 +161,19 @@ class MemoryStore:
             shard.row = replace(shard.row, low_water=batch.low_water)
         return Committed(replaced)
 
-    async def load(self, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-        shard = self._shards.get(shard_id)
+    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
+        return [self._load(stretch) for stretch in stretches]
+
+    def _load(self, stretch: Stretch) -> Page:
+        shard = self._shards.get(stretch.shard_id)
         if shard is None:
             return Page((), None)
-        start = bisect_right(shard.order, after)
-        page = [shard.at[position] for position in shard.order[start : start + limit + 1]]
-        timers = [timer for timer in page if timer.execute_at_ms <= until_ms]
-        if len(timers) <= limit:
+        start = bisect_right(shard.order, stretch.after)
+        page = [shard.at[position] for position in shard.order[start : start + stretch.limit + 1]]
+        timers = [timer for timer in page if timer.execute_at_ms <= stretch.until_ms]
+        if len(timers) <= stretch.limit:
             return Page(timers, None)
-        return Page(timers[:limit], timers[limit - 1].position)
+        return Page(timers[: stretch.limit], timers[stretch.limit - 1].position)
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
         return [self._get(shard_id, key) for shard_id, key in keys]
@@ -192,10 +196,13 @@ class MemoryStore:
         timers, after = _page((t for t in waiting if _matches(query, t, t.execute_at_ms)), query)
         return Listing(timers=timers, next=after)
 
-    async def purge_reached(self, fence: Fence, before_ms: int, limit: int) -> int:
+    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+        return [self._purge(fence, before_ms, limit) for fence in fences]
+
+    def _purge(self, fence: Fence, before_ms: int, limit: int) -> int | ShardLost:
         shard = self._owned(fence)
         if isinstance(shard, ShardLost):
-            raise shard
+            return shard
         expired = sorted((r.position, r.timer.key) for r in shard.all_reached() if r.purge_at_ms < before_ms)[:limit]
         for position, key in expired:
             del shard.reached[key][position]

@@ -18,7 +18,7 @@ import apsw
 
 from duetime.clock import Clock, SystemClock
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
-from duetime.model import Namespace, Position, TimerKey
+from duetime.model import Namespace, TimerKey
 from duetime.store import (
     Batch,
     Capabilities,
@@ -31,6 +31,7 @@ from duetime.store import (
     Member,
     Page,
     ShardRow,
+    Stretch,
 )
 from duetime.stores import sqlite_file, sqlite_sql
 from duetime.stores.sqlite_file import FileLock, Worker
@@ -264,8 +265,8 @@ class SqliteStore:
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
         return await self._write(sqlite_sql.commit, batches)
 
-    async def load(self, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-        return await self._read(sqlite_sql.load, shard_id, after, until_ms, limit)
+    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
+        return await self._read(sqlite_sql.load, stretches)
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
         return await self._read(sqlite_sql.get_many, keys)
@@ -276,8 +277,8 @@ class SqliteStore:
         db = self._list_db
         return await self._lister.run(lambda: _query(lambda: sqlite_sql.list_timers(db, query)))
 
-    async def purge_reached(self, fence: Fence, before_ms: int, limit: int) -> int:
-        return await self._write(sqlite_sql.purge_reached, fence, before_ms, limit)
+    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+        return await self._write(sqlite_sql.purge_reached, fences, before_ms, limit)
 
     # -- namespaces
 

@@ -31,7 +31,7 @@ from duetime.model import (
     Timer,
     TimerKey,
 )
-from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, ShardRow
+from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, ShardRow, Stretch
 
 T = TypeVar("T")
 
@@ -252,9 +252,9 @@ def _text(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, A
 def join(db: apsw.Connection, member: Member) -> None:
     """Joining twice is joining once; but the dead stay dead."""
     db.execute(
-        "INSERT INTO members (instance_id, address, counter, alive, joined_at) VALUES (?, ?, ?, ?, ?)"
+        "INSERT INTO members (instance_id, address, counter, alive, joined_at, secret) VALUES (?, ?, ?, ?, ?, ?)"
         " ON CONFLICT DO NOTHING",
-        (member.instance_id, member.address, member.counter, int(member.alive), member.joined_at_ms),
+        (member.instance_id, member.address, member.counter, int(member.alive), member.joined_at_ms, member.secret),
     )
     if not db.execute("SELECT alive FROM members WHERE instance_id = ?", (member.instance_id,)).get:
         raise MemberDead(f"{member.instance_id} was declared dead")
@@ -268,9 +268,9 @@ def heartbeat(db: apsw.Connection, instance_id: str, counter: int) -> None:
 
 def members(db: apsw.Connection) -> list[Member]:
     rows: list[Any] = db.execute(
-        "SELECT instance_id, address, counter, alive, joined_at FROM members ORDER BY instance_id"
+        "SELECT instance_id, address, counter, alive, joined_at, secret FROM members ORDER BY instance_id"
     ).fetchall()
-    return [Member(row[0], row[1], row[2], bool(row[3]), row[4]) for row in rows]
+    return [Member(row[0], row[1], row[2], bool(row[3]), row[4], row[5]) for row in rows]
 
 
 def mark_dead(db: apsw.Connection, instance_id: str, counter: int) -> bool:
@@ -411,7 +411,11 @@ def insert_rows(db: apsw.Connection, row_type: int, rows: list[tuple[Any, ...]])
         first += count
 
 
-def load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
+def load(db: apsw.Connection, stretches: Sequence[Stretch]) -> list[Page]:
+    return [_load(db, stretch.shard_id, stretch.after, stretch.until_ms, stretch.limit) for stretch in stretches]
+
+
+def _load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
     rows, limit = _shorter_if_too_big(lambda count: _text(db, _LOAD, (shard_id, *after, until_ms, count + 1)), limit)
     timers = [_timer(row) for row in rows]
     if len(timers) <= limit:
@@ -445,10 +449,12 @@ def get_many(db: apsw.Connection, keys: Sequence[tuple[int, TimerKey]]) -> list[
     return [Found(timers.get(index), ended.get(index)) for index in range(len(keys))]
 
 
-def purge_reached(db: apsw.Connection, fence: Fence, before_ms: int, limit: int) -> int:
-    held, _ = _check(db, [fence], [])
-    if not held:
-        raise _lost(fence)
+def purge_reached(db: apsw.Connection, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+    held, _ = _check(db, fences, [])
+    return [_purge(db, fence, before_ms, limit) if fence in held else _lost(fence) for fence in fences]
+
+
+def _purge(db: apsw.Connection, fence: Fence, before_ms: int, limit: int) -> int:
     db.execute(_PURGE, (fence.shard_id, before_ms, limit))
     return db.changes()
 

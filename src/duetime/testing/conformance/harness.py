@@ -9,7 +9,7 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from duetime.model import BEFORE_ALL, Ending, Position, Reached, Timer
-from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Store
+from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Page, Store, Stretch
 
 SHARDS = 4
 FAR = 1 << 53
@@ -77,12 +77,17 @@ async def done(store: Store, batch: Batch) -> Committed:
     return result
 
 
+async def load_one(store: Store, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
+    [page] = await store.load([Stretch(shard_id, after, until_ms, limit)])
+    return page
+
+
 async def all_timers(store: Store, shard_id: int = 0, page: int = 1_000) -> list[Timer]:
     """Every timer of a shard, by pages."""
     timers: list[Timer] = []
     after: Position | None = BEFORE_ALL
     while after is not None:
-        stretch = await store.load(shard_id, after, FAR, page)
+        stretch = await load_one(store, shard_id, after, FAR, page)
         assert stretch.next is None or stretch.next > after, "a load must move on"
         timers += stretch.timers
         after = stretch.next

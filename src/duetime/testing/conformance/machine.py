@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from duetime.errors import StoreError
 from duetime.model import Ending, Extras, Namespace, Position, Reached, Timer, TimerKey, shard_of
-from duetime.store import Batch, Claim, Fence, ListQuery, Member, Store
+from duetime.store import Batch, Claim, Fence, ListQuery, Member, Store, Stretch
 from duetime.stores.memory import MemoryStore
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import EVERY_ENDING, Harness, all_timers, listed
@@ -153,10 +153,15 @@ class StoreMachine(RuleBasedStateMachine):
         fences = [self.a_fence(data, shard_id) for shard_id in shard_ids]
         self.both(lambda store: store.release(fences))
 
-    @rule(data=st.data(), shard_id=SHARD_IDS, before_ms=TIMES, limit=st.integers(1, 4))
-    def purge(self, data: st.DataObject, shard_id: int, before_ms: int, limit: int) -> None:
-        fence = self.a_fence(data, shard_id)
-        self.both(lambda store: store.purge_reached(fence, before_ms, limit))
+    @rule(
+        data=st.data(),
+        shard_ids=st.lists(SHARD_IDS, min_size=1, max_size=2, unique=True),
+        before_ms=TIMES,
+        limit=st.integers(1, 4),
+    )
+    def purge(self, data: st.DataObject, shard_ids: list[int], before_ms: int, limit: int) -> None:
+        fences = [self.a_fence(data, shard_id) for shard_id in shard_ids]
+        self.both(lambda store: store.purge_reached(fences, before_ms, limit))
 
     def a_fence(self, data: st.DataObject, shard_id: int) -> Fence:
         """Mostly the newest, sometimes that with another nonce, sometimes any there ever was."""
@@ -167,13 +172,13 @@ class StoreMachine(RuleBasedStateMachine):
             return replace(newest, nonce=newest.nonce + 1)
         return data.draw(st.sampled_from(self.fences[shard_id]), label="old fence")
 
-    @rule(shard_id=SHARD_IDS, after=POSITIONS, until_ms=TIMES, limit=st.integers(1, 5))
-    def load(self, shard_id: int, after: Position, until_ms: int, limit: int) -> None:
-        wanted = self.run(self.model.load(shard_id, after, until_ms, limit))
-        got = self.run(self.store.load(shard_id, after, until_ms, limit))
-        shorter = len(got.timers)
-        assert list(got.timers) == list(wanted.timers)[:shorter]
-        assert (got.next is None) <= (wanted.next is None and shorter == len(wanted.timers))
+    @rule(stretches=st.lists(st.builds(Stretch, SHARD_IDS, POSITIONS, TIMES, st.integers(1, 5)), max_size=4))
+    def load(self, stretches: list[Stretch]) -> None:
+        pages = self.run(self.store.load(stretches))
+        for got, wanted in zip(pages, self.run(self.model.load(stretches)), strict=True):
+            shorter = len(got.timers)
+            assert list(got.timers) == list(wanted.timers)[:shorter]
+            assert (got.next is None) <= (wanted.next is None and shorter == len(wanted.timers))
 
     @rule(keys=st.lists(st.tuples(SHARD_IDS, KEYS), max_size=6))
     def get(self, keys: list[tuple[int, TimerKey]]) -> None:

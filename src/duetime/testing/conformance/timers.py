@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from duetime.errors import ShardLost
 from duetime.model import BEFORE_ALL, Ending, Extras, Missed, Position, RetryPolicy, Timer, TimerKey, shard_of
-from duetime.store import Batch, Fence, Found, ListQuery, Store
+from duetime.store import Batch, Fence, Found, ListQuery, Store, Stretch
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import (
     EVERY_ENDING,
@@ -21,6 +22,7 @@ from duetime.testing.conformance.harness import (
     all_timers,
     done,
     listed,
+    load_one,
     put,
     take,
 )
@@ -190,7 +192,7 @@ class Upserts(Harness):
             timer = make_timer(f"n-{number}", number)
             await put(store, fence, timer)
             page, found = await asyncio.gather(
-                store.load(0, Position(number - 1, 1 << 62, 0), number, 5), store.get_many([(0, timer.key)])
+                load_one(store, 0, Position(number - 1, 1 << 62, 0), number, 5), store.get_many([(0, timer.key)])
             )
             assert timer in page.timers
             assert found == [Found(timer)]
@@ -259,7 +261,7 @@ class ReachedRows(Harness):
         timer = make_timer()
         reached = make_reached(timer)
         await done(store, Batch(fence, reached=[reached]))
-        assert list((await store.load(0, BEFORE_ALL, FAR, 10)).timers) == []
+        assert list((await load_one(store, 0, BEFORE_ALL, FAR, 10)).timers) == []
         assert (await put(store, fence, timer)).replaced == frozenset()
         await done(store, Batch(fence, deletes=[timer.key]))
         assert await all_reached(store) == [reached]
@@ -272,15 +274,46 @@ class ReachedRows(Harness):
         elsewhere = make_reached(make_timer("elsewhere"), purge_at_ms=0)
         waiting = make_timer("waiting", 0)
         await store.commit([Batch(fence, [waiting], (), ends), Batch(other_fence, reached=[elsewhere])])
-        assert await store.purge_reached(fence, 8, 3) == 3
+        assert await store.purge_reached([fence], 8, 3) == [3]
         assert [r for r in await all_reached(store) if r != elsewhere] == ends[3:]
-        assert await store.purge_reached(fence, 8, 100) == 5
-        assert await store.purge_reached(fence, 8, 100) == 0
+        assert await store.purge_reached([fence], 8, 100) == [5]
+        assert await store.purge_reached([fence], 8, 100) == [0]
         assert await all_reached(store) == [elsewhere, *ends[8:]]
         assert await all_timers(store) == [waiting]
 
+    async def test_purging_many_shards_is_judged_one_by_one(self, store: Store, fence: Fence) -> None:
+        fences = [fence, await take(store, 1), await take(store, 2)]
+        ends = [make_reached(make_timer(f"n-{number}"), purge_at_ms=number) for number in range(6)]
+        await store.commit(
+            [Batch(held, reached=ends[number * 2 : number * 2 + 2]) for number, held in enumerate(fences)]
+        )
+        lost = replace(fences[1], nonce=7)
+        results = await store.purge_reached([fences[2], lost, fence], 5, 10)
+        assert [result if isinstance(result, int) else type(result) for result in results] == [1, ShardLost, 2]
+        assert await all_reached(store) == [ends[2], ends[3], ends[5]]
+        assert await store.purge_reached([], 5, 10) == []
+
 
 class Loads(Harness):
+    async def test_many_stretches_are_answered_in_the_order_asked(self, store: Store, fence: Fence) -> None:
+        fences = [fence, await take(store, 1), await take(store, 2)]
+        timers = [[make_timer(f"{s}-{n}", 10 + n) for n in range(4)] for s in range(3)]
+        await store.commit([Batch(held, timers[s]) for s, held in enumerate(fences)])
+        pages = await store.load(
+            [
+                Stretch(2, BEFORE_ALL, FAR, 2),
+                Stretch(0, BEFORE_ALL, 11, 50),
+                Stretch(3, BEFORE_ALL, FAR, 50),
+                Stretch(1, timers[1][1].position, FAR, 50),
+                Stretch(2, timers[2][2].position, FAR, 50),
+                Stretch(99, BEFORE_ALL, FAR, 50),
+            ]
+        )
+        wanted = [timers[2][:2], timers[0][:2], [], timers[1][2:], timers[2][3:], []]
+        assert [list(page.timers) for page in pages] == wanted
+        assert [page.next is None for page in pages] == [False, True, True, True, True, True]
+        assert await store.load([]) == []
+
     @pytest.mark.parametrize("page", [1, 2, 3, 5, 6, 7, 8, 100])
     async def test_pages_of_any_size_add_up_to_the_whole(self, store: Store, fence: Fence, page: int) -> None:
         timers = [make_timer(f"{time}-{n}", time) for time in (5, 6, 6_000) for n in range(2 + time % 3)]
@@ -291,7 +324,7 @@ class Loads(Harness):
             found: list[Timer] = []
             after = BEFORE_ALL
             while True:
-                stretch = await store.load(0, after, until_ms, page)
+                stretch = await load_one(store, 0, after, until_ms, page)
                 assert len(stretch.timers) <= page
                 found += stretch.timers
                 if stretch.next is None:
@@ -304,17 +337,17 @@ class Loads(Harness):
         timers = sorted((make_timer(f"n-{n}", 10 + n // 3) for n in range(9)), key=lambda timer: timer.position)
         await put(store, fence, *timers)
         for index, timer in enumerate(timers):
-            assert list((await store.load(0, timer.position, 12, 50)).timers) == timers[index + 1 :]
+            assert list((await load_one(store, 0, timer.position, 12, 50)).timers) == timers[index + 1 :]
             just_before = timer.position._replace(uuid_low=timer.uuid_low - 1)
-            assert list((await store.load(0, just_before, 12, 50)).timers) == timers[index:]
-        assert list((await store.load(0, BEFORE_ALL, 11, 50)).timers) == timers[:6]
+            assert list((await load_one(store, 0, just_before, 12, 50)).timers) == timers[index:]
+        assert list((await load_one(store, 0, BEFORE_ALL, 11, 50)).timers) == timers[:6]
 
     async def test_no_next_means_the_range_is_exhausted(self, store: Store, fence: Fence) -> None:
         await put(store, fence, *(make_timer(f"n-{n}", n) for n in range(5)))
-        assert (await store.load(0, BEFORE_ALL, FAR, 50)).next is None
-        assert (await store.load(0, BEFORE_ALL, 2, 50)).next is None
-        assert (await store.load(0, BEFORE_ALL, FAR, 4)).next is not None
-        nothing = await store.load(3, BEFORE_ALL, FAR, 4)
+        assert (await load_one(store, 0, BEFORE_ALL, FAR, 50)).next is None
+        assert (await load_one(store, 0, BEFORE_ALL, 2, 50)).next is None
+        assert (await load_one(store, 0, BEFORE_ALL, FAR, 4)).next is not None
+        nothing = await load_one(store, 3, BEFORE_ALL, FAR, 4)
         assert (list(nothing.timers), nothing.next) == ([], None)
 
     async def test_a_load_stays_in_its_shard(self, store: Store, fence: Fence) -> None:
