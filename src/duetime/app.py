@@ -17,6 +17,8 @@ from duetime.delivery import Deliverer, Router
 from duetime.engine import Engine
 from duetime.errors import SetupError
 from duetime.http_server import HttpServer, serve_http
+from duetime.peer_calls import HttpPeers
+from duetime.peers import Peers
 from duetime.service import Service
 from duetime.store import Store, open_store
 from duetime.telemetry import Telemetry, log, set_up_logging
@@ -34,6 +36,7 @@ class App:
         self._clock = clock or SystemClock()
         self._store: Store | None = None
         self._deliverer: Deliverer | None = None
+        self._peers: Peers | None = None
         self._engine: Engine | None = None
         self._server: HttpServer | None = None
 
@@ -57,7 +60,8 @@ class App:
         webhook = Webhook(config, self._clock, loopback_allowed=is_loopback(config.server.listen))
         self._deliverer = Router({"http": webhook, "https": webhook})
         engine = Engine(config, store, self._deliverer, self._clock, self.telemetry, address=config.server.listen)
-        service = Service(config, engine, store, self._deliverer)
+        self._peers = HttpPeers(lambda: engine.membership.instance_id)
+        service = Service(config, engine, store, self._deliverer, self._peers)
         await service.create_default_namespace()
         self._engine = engine
         await engine.start()
@@ -83,11 +87,13 @@ class App:
             await self._server.close(self.config.server.drain_timeout.ms)
         if self._engine is not None:
             await self._engine.stop()
+        if self._peers is not None:
+            await self._peers.close()
         if self._deliverer is not None:
             await self._deliverer.close()
         if self._store is not None:
             await self._store.close()
-        self._server = self._engine = self._deliverer = self._store = None
+        self._server = self._engine = self._peers = self._deliverer = self._store = None
 
 
 def run(config: Config) -> int:

@@ -77,7 +77,7 @@ class Engine:
         self.broken = False
         self._config = config
         self._store = store
-        self._clock = clock
+        self.clock = clock
         self._rng = rng
         self._lanes = [
             Lane(
@@ -196,7 +196,7 @@ class Engine:
         self._lanes[shard.shard_id % len(self._lanes)].written(shard)
 
     def boot_ms(self) -> int:
-        return self._clock.boot_ms()
+        return self.clock.boot_ms()
 
     # --- claims -----------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Engine:
 
     async def _balance(self) -> list[Fence]:
         """Answers the fences of shards that are ours by mistake."""
-        asked_at_ms = self._balanced_at_ms = self._clock.boot_ms()
+        asked_at_ms = self._balanced_at_ms = self.clock.boot_ms()
         self.rows = {row.shard_id: row for row in await self._store.shards()}
         if not self._store.capabilities.exclusive:
             # Members after shards, never before: an owner that joined in between would look dead.
@@ -270,7 +270,7 @@ class Engine:
             nonce=self._rng.getrandbits(63),
             owner_id=self.membership.instance_id,
             owner_address=self.membership.address,
-            now_ms=self._clock.wall_ms(),
+            now_ms=self.clock.wall_ms(),
         )
 
     # --- losing and giving away -------------------------------------------------------------------
@@ -294,10 +294,10 @@ class Engine:
         """Stop intake, let what is in flight land, commit, and only then give the shards free, each when it can be."""
         for shard in shards:
             shard.closing = True
-        deadline_ms = self._clock.boot_ms() + self._config.server.drain_timeout.ms
+        deadline_ms = self.clock.boot_ms() + self._config.server.drain_timeout.ms
         waiting = shards
         while waiting := [shard for shard in waiting if not shard.dropped]:
-            too_late = self._clock.boot_ms() >= deadline_ms
+            too_late = self.clock.boot_ms() >= deadline_ms
             if too_late and not all(shard.is_quiet for shard in waiting):
                 log.warning("not everything in flight has landed in time; it may be delivered twice")
             quiet = [shard for shard in waiting if too_late or shard.is_quiet]
@@ -337,7 +337,7 @@ class Engine:
                     return
                 found = await self._read(shard.shard_id, list(shard.committing))
             except StoreError as error:
-                self._recovery_trouble.goes_on(error, self._clock.boot_ms())
+                self._recovery_trouble.goes_on(error, self.clock.boot_ms())
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _RECOVERY_PAUSE_MAX_SECONDS)
                 continue
@@ -388,7 +388,7 @@ class Engine:
         death_ms = self.membership.next_death_ms()
         if death_ms is None:
             return interval
-        return min(interval, max(0.05, (death_ms - self._clock.boot_ms()) / 1_000))
+        return min(interval, max(0.05, (death_ms - self.clock.boot_ms()) / 1_000))
 
     async def _sweeps(self) -> None:
         """Once a second: nothing depends on a wake-up that might have been lost."""
@@ -398,7 +398,7 @@ class Engine:
             expected = loop.time() + 1.0
             await asyncio.sleep(1.0)
             self.telemetry.loop_lag_seconds.observe(max(0.0, loop.time() - expected))
-            now_ms = self._clock.boot_ms()
+            now_ms = self.clock.boot_ms()
             for shard in list(self.shards.values()):
                 shard.expire(now_ms - self._config.engine.write_timeout.ms)
             self.fire_loop.flow.measure()

@@ -332,6 +332,25 @@ class Updated(Struct, frozen=True, gc=False):
     verdict: Verdict
 
 
+class InstanceStatus(Struct, frozen=True, kw_only=True):
+    """How one instance is doing, in its own words."""
+
+    instance_id: str
+    version: str
+    ready: bool
+    reason: str | None = None  # why not ready
+    lease_ms: int
+    clock_skew_ms: int
+    shards: int
+    in_memory: int
+    in_flight: int
+    held: int
+    writes_waiting: int
+    oldest_due_ms: int | None = None
+    lateness_p50_ms: float | None = None
+    lateness_p99_ms: float | None = None
+
+
 class MemberStatus(Struct, frozen=True, kw_only=True):
     instance_id: str
     address: str

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from duetime.errors import NotOwner
-from duetime.model import Created, TimerKey, TimerPatch, TimerSpec, TimerView, Updated, Verdict
+from duetime.errors import NotOwner, Unserved
+from duetime.model import Created, InstanceStatus, TimerKey, TimerPatch, TimerSpec, TimerView, Updated, Verdict
 
 __all__ = [
     "CreateOrder",
@@ -21,6 +21,7 @@ __all__ = [
     "NoPeers",
     "Order",
     "OrderAnswer",
+    "Peer",
     "Peers",
     "ReplayOrder",
     "UpdateOrder",
@@ -68,15 +69,34 @@ class Forward(Struct, frozen=True):
     order: Order
 
 
+class Peer(Struct, frozen=True):
+    """Another instance, as its member row describes it. `secret` is what it knows its peers by."""
+
+    instance_id: str
+    address: str
+    secret: str
+
+
 class Peers(Protocol):
-    async def forward(self, address: str, forward: Forward) -> OrderAnswer:
+    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
         """The other instance's answer, or the error it raised. NotOwner: certainly not applied, the shard is
         not there. OutcomeUnknown: nobody knows whether it arrived."""
         ...
+
+    async def status(self, peer: Peer) -> InstanceStatus:
+        """How the other instance is doing; Unserved, with the reason, if it does not say."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class NoPeers:
     """An instance that is alone."""
 
-    async def forward(self, address: str, forward: Forward) -> OrderAnswer:
+    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
         raise NotOwner
+
+    async def status(self, peer: Peer) -> InstanceStatus:
+        raise Unserved("this instance speaks to no other")
+
+    async def close(self) -> None: ...

@@ -25,6 +25,7 @@ from duetime.errors import (
     NotFound,
     NotOwner,
     NotReady,
+    OutcomeUnknown,
     SetupError,
     StoreError,
 )
@@ -34,6 +35,7 @@ from duetime.model import (
     ClusterStatus,
     Created,
     Ending,
+    InstanceStatus,
     MemberStatus,
     Namespace,
     NamespaceSpec,
@@ -61,6 +63,7 @@ from duetime.peers import (
     NoPeers,
     Order,
     OrderAnswer,
+    Peer,
     Peers,
     ReplayOrder,
     UpdateOrder,
@@ -73,6 +76,10 @@ from duetime.telemetry import log
 __all__ = ["Service"]
 
 _TAKEN_MAX = 10_000
+# A shard that is between two owners has a new one within this time, normally; wishes about it wait so long.
+_PATIENCE_MS = 2_000
+_PAUSE_FIRST_SECONDS = 0.02
+_PAUSE_MAX_SECONDS = 0.25
 
 _ENDINGS = {State(ending.value): ending for ending in Ending}
 _replace = msgspec.structs.replace
@@ -91,6 +98,7 @@ class Service:
         self._peers = peers or NoPeers()
         self._namespaces = engine.namespaces
         self._telemetry = engine.telemetry
+        self._clock = engine.clock
         self._taken: dict[str, asyncio.Future[OrderAnswer]] = {}  # orders from other instances, by their id
 
     # --- create -----------------------------------------------------------------------------------
@@ -100,16 +108,23 @@ class Service:
         admitted = self._admit(spec)
         if admitted is None:
             return await self._create_slowly(spec)
-        return await self._owner.created(*admitted)
+        return await self._created(spec, admitted)
+
+    async def _created(self, spec: TimerSpec, admitted: tuple[Timer, Written]) -> Created:
+        try:
+            return await self._owner.created(*admitted)
+        except NotOwner:  # lost meanwhile, and not applied
+            return await self._create_slowly(spec)
 
     async def create_many(self, specs: Sequence[TimerSpec | DuetimeError]) -> list[Created | DuetimeError]:
         """One result for each, in order; what could not be decoded passes through as its error."""
-        admitted: list[tuple[Timer, Written] | asyncio.Future[Created] | DuetimeError] = []
+        admitted: list[tuple[TimerSpec, tuple[Timer, Written]] | asyncio.Future[Created] | DuetimeError] = []
         for spec in specs:
             try:
                 if isinstance(spec, DuetimeError):
                     raise spec
-                admitted.append(self._admit(spec) or asyncio.ensure_future(self._create_slowly(spec)))
+                here = self._admit(spec)
+                admitted.append((spec, here) if here else asyncio.ensure_future(self._create_slowly(spec)))
             except DuetimeError as error:
                 admitted.append(error)
         results: list[Created | DuetimeError] = []
@@ -118,7 +133,7 @@ class Service:
                 if isinstance(item, DuetimeError):
                     results.append(item)
                 elif isinstance(item, tuple):
-                    results.append(await self._owner.created(*item))
+                    results.append(await self._created(*item))
                 else:
                     results.append(await item)
             except DuetimeError as error:
@@ -226,10 +241,32 @@ class Service:
         key = key_of(order)
         namespace = await self._namespaces.get(key.namespace)
         shard_id = shard_of(key.timer_id, namespace.num_shards)
+        engine, deadline_ms, pause = self._engine, self._clock.boot_ms() + _PATIENCE_MS, _PAUSE_FIRST_SECONDS
+        while True:
+            try:
+                return await self._try_at_owner(shard_id, order)
+            except NotOwner:  # certainly not applied: the shard has moved, or is moving
+                if not engine.started or engine.stopping:
+                    raise NotReady from None
+                if self._clock.boot_ms() >= deadline_ms:
+                    raise
+            known = engine.rows.get(shard_id)
+            await engine.balance()
+            if engine.rows.get(shard_id) == known:
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, _PAUSE_MAX_SECONDS)
+
+    async def _try_at_owner(self, shard_id: int, order: Order) -> OrderAnswer:
+        """Here, or at the owner as last known. One hop: who is asked by another instance asks no third."""
         shard = self._engine.shards.get(shard_id)
         if shard is not None and not shard.closing:
             return await self._carry_out(shard, order)
-        return await self._forward(shard_id, order)
+        row = self._engine.rows.get(shard_id)
+        owner = None if row is None or row.owner_id is None else self._engine.membership.alive.get(row.owner_id)
+        if row is None or owner is None or owner.instance_id == self._engine.membership.instance_id:
+            raise NotOwner
+        peer = Peer(owner.instance_id, owner.address, owner.secret)
+        return await self._peers.forward(peer, Forward(self._engine.new_id(), shard_id, row.version, order))
 
     async def _carry_out(self, shard: Shard, order: Order) -> OrderAnswer:
         match order:
@@ -244,23 +281,6 @@ class Service:
             case ReplayOrder(key):
                 return await self._owner.replay(shard, key)
 
-    async def _forward(self, shard_id: int, order: Order) -> OrderAnswer:
-        """To the owner as last known; if that was an ex-owner, once more to the new one. Never two hops."""
-        if not self._engine.started or self._engine.stopping:
-            raise NotReady
-        for last in (False, True):
-            row = self._engine.rows.get(shard_id)
-            if row is not None and row.owner_id is not None and row.owner_id != self._engine.membership.instance_id:
-                try:
-                    return await self._peers.forward(
-                        row.owner_address or "", Forward(self._engine.new_id(), shard_id, row.version, order)
-                    )
-                except NotOwner:
-                    pass  # certainly not applied
-            if not last:
-                await self._engine.balance()
-        raise NotOwner
-
     async def take(self, forward: Forward) -> OrderAnswer:
         """An order from another instance. One that was seen before is answered as it was then, refusals too:
         a repetition must neither happen twice nor find us the owner of what we had to refuse."""
@@ -271,6 +291,18 @@ class Service:
             if len(self._taken) > _TAKEN_MAX:
                 del self._taken[next(iter(self._taken))]
         return await asyncio.shield(answer)
+
+    async def taken(self, order_id: str) -> OrderAnswer:
+        """The answer to an order that was taken before."""
+        answer = self._taken.get(order_id)
+        if answer is None:
+            raise OutcomeUnknown("nothing is known of this order any more")
+        return await asyncio.shield(answer)
+
+    def as_peer(self) -> Peer:
+        """This instance, as the others see it."""
+        membership = self._engine.membership
+        return Peer(membership.instance_id, membership.address, membership.secret)
 
     async def _take(self, forward: Forward) -> OrderAnswer:
         shard = self._engine.shards.get(forward.shard_id)
@@ -367,6 +399,28 @@ class Service:
     def readiness(self) -> str | None:
         """None: ready. Otherwise why not, in a sentence."""
         return self._engine.readiness()
+
+    def instance_status(self) -> InstanceStatus:
+        """How this instance is doing."""
+        engine, lateness = self._engine, self._telemetry.lateness
+        reason = engine.readiness()
+        p50, p99 = lateness.quantile(0.5), lateness.quantile(0.99)
+        return InstanceStatus(
+            instance_id=engine.membership.instance_id,
+            version=__version__,
+            ready=reason is None,
+            reason=reason,
+            lease_ms=engine.membership.lease_ms,
+            clock_skew_ms=engine.membership.skew_ms,
+            shards=len(engine.shards),
+            in_memory=sum(len(shard.entries) for shard in engine.shards.values()),
+            in_flight=engine.fire_loop.flow.in_flight,
+            held=engine.fire_loop.flow.waiting,
+            writes_waiting=engine.writes_waiting,
+            oldest_due_ms=engine.fire_loop.oldest_due_ms(engine.membership.now_ms()),
+            lateness_p50_ms=None if p50 is None else p50 * 1_000,
+            lateness_p99_ms=None if p99 is None else p99 * 1_000,
+        )
 
     async def cluster_status(self) -> ClusterStatus:
         engine = self._engine

@@ -26,7 +26,7 @@ from duetime.model import (
     shard_of,
 )
 from duetime.shard import end_of
-from duetime.store import Batch, Claim, Committed, Listing, ListQuery, Page, Stretch
+from duetime.store import Batch, Claim, Committed, Listing, ListQuery, Member, Page, Stretch
 from duetime.stores.memory import MemoryStore
 from duetime.testing import make_timer
 from duetime.testing.faulty import Fault, FaultyStore
@@ -532,6 +532,7 @@ def test_case_38_what_is_over_the_stores_limit_is_split_and_each_part_is_fenced(
         results = await asyncio.gather(*(world.create(f"t{n}", 60_000) for n in range(50)))
         assert len(results) == 50
         assert max(store.sizes) <= SmallBatches.capabilities.batch_max
+        await store.join(Member("thief", "elsewhere", 0, True, 0))
         thief = [Claim(row.shard_id, row.version, 7, "thief", "elsewhere", 0) for row in await store.shards()]
         parts = len(store.sizes)
         store.before_part = (parts + 2, lambda: store.claim(thief))

@@ -24,7 +24,7 @@ from duetime.model import (
     Verdict,
     shard_of,
 )
-from duetime.store import Claim
+from duetime.store import Claim, Member
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
@@ -561,6 +561,7 @@ class TestLease:
         async def story(world: World, store: FaultyStore) -> None:
             await world.create("a", 10_000, payload="1")
             rows = await world.store.shards()
+            await world.store.join(Member("thief", "elsewhere", 0, True, 0))
             await world.store.claim([Claim(row.shard_id, row.version, 7, "thief", "elsewhere", 0) for row in rows])
             with pytest.raises(Exception, match="moving to another instance"):
                 await world.create("a", 10_000, payload="2")

@@ -9,8 +9,8 @@ import pytest
 from engine_world import URL, World
 
 from duetime.errors import DuetimeError, NotOwner
-from duetime.model import TimerKey, TimerSpec, Verdict, shard_of
-from duetime.peers import CreateOrder, Forward, OrderAnswer
+from duetime.model import InstanceStatus, TimerKey, TimerSpec, Verdict, shard_of
+from duetime.peers import CreateOrder, Forward, OrderAnswer, Peer
 from duetime.service import Service
 from duetime.stores.memory import MemoryStore
 from duetime.testing.virtual import VirtualClock, run_virtual
@@ -23,9 +23,14 @@ class Wires:
         self.services: dict[str, Service] = {}
         self.sent: list[tuple[str, Forward]] = []
 
-    async def forward(self, address: str, forward: Forward) -> OrderAnswer:
-        self.sent.append((address, forward))
-        return await self.services[address].take(forward)
+    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
+        self.sent.append((peer.address, forward))
+        return await self.services[peer.address].take(forward)
+
+    async def status(self, peer: Peer) -> InstanceStatus:
+        return self.services[peer.address].instance_status()
+
+    async def close(self) -> None: ...
 
 
 def of_two(story: Callable[[World, World, Wires], Awaitable[None]]) -> None:

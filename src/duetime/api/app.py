@@ -12,6 +12,7 @@ from duetime.api import decode, encode
 from duetime.api.auth import Caller, Gate
 from duetime.api.docs import docs_page
 from duetime.api.openapi import openapi_document
+from duetime.api.peers import PeerDoor
 from duetime.api.routes import PREFIX, ROUTES
 from duetime.config import Config
 from duetime.errors import DuetimeError, NotFound, Rejected, Unauthenticated
@@ -58,6 +59,7 @@ class Api:
         self._limits = config.limits
         self._telemetry = telemetry
         self._gate = Gate(config.auth)
+        self._peers = PeerDoor(service)
         answering: dict[str, Answering] = {
             "timers/create": self._create,
             "timers/get": self._get,
@@ -94,6 +96,8 @@ class Api:
                 caller.require_verb(verb)
                 _check_media_type(request)
                 response = Response(200, await answer(request.body, caller))
+            elif request.path in PeerDoor.paths and request.method == "POST":
+                response = await self._peers.handle(request)
             else:
                 response = self._answer_get(request)
         except DuetimeError as error:

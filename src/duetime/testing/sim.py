@@ -37,8 +37,8 @@ from duetime.errors import (
     StoreThrottled,
     StoreUnavailable,
 )
-from duetime.model import Contact, Outcome, TimerKey, TimerPatch, TimerSpec, Verdict
-from duetime.peers import Forward, OrderAnswer
+from duetime.model import Contact, InstanceStatus, Outcome, TimerKey, TimerPatch, TimerSpec, Verdict
+from duetime.peers import Forward, OrderAnswer, Peer
 from duetime.service import Service
 from duetime.store import ListQuery, Store
 from duetime.stores.memory import MemoryStore
@@ -239,12 +239,12 @@ class SimPeers:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    async def forward(self, address: str, forward: Forward) -> OrderAnswer:
+    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
         world, rng = self._world, self._world.rng
         await asyncio.sleep(rng.uniform(0.0001, 0.003))
-        target = world.instances.get(address)
-        if target is None:
-            raise NotOwner("connection refused")
+        target = world.instances.get(peer.address)
+        if target is None or target.service.as_peer() != peer:
+            raise NotOwner("nobody there, or somebody else")
         dice = rng.random() if world.stormy else 1.0
         if dice < world.scenario.lost_forwards:
             world.fault("forward lost")
@@ -259,6 +259,11 @@ class SimPeers:
             world.fault("answer to a forward lost")
             raise OutcomeUnknown("no answer")
         return answer.result()
+
+    async def status(self, peer: Peer) -> InstanceStatus:
+        return self._world.instances[peer.address].service.instance_status()
+
+    async def close(self) -> None: ...
 
     async def _again(self, target: Instance, forward: Forward) -> None:
         await asyncio.sleep(self._world.rng.uniform(0.0, 6.0))

@@ -1,0 +1,221 @@
+"""Peers over HTTP: orders for one instance travel together, many in a request, and no order travels twice.
+
+What is asked for while requests are under way waits for the next one, so that requests grow with the load,
+as commits do. A request is answered soon, with what is decided by then; an order that takes longer is asked
+for again by its id alone. A request that broke off is never repeated: its orders are unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from functools import lru_cache
+from typing import Final
+
+from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, Unserved
+from duetime.http_client import Answer, HttpClient, HttpError, parse_target, request_head
+from duetime.model import InstanceStatus
+from duetime.peer_wire import (
+    ORDERS_PATH,
+    SIGNATURE,
+    STATUS_PATH,
+    Orders,
+    Question,
+    decode_answers,
+    decode_status,
+    encode,
+    read_reply,
+    sign,
+)
+from duetime.peers import CreateOrder, Forward, OrderAnswer, Peer
+from duetime.telemetry import log
+
+__all__ = ["HttpPeers"]
+
+_REQUESTS_MAX: Final = 4  # under way to one instance
+_ORDERS_MAX: Final = 256  # in one request
+_PAYLOAD_CHARS_MAX: Final = 2 * 1024 * 1024
+_WAITING_MAX: Final = 20_000
+_REQUEST_TIMEOUT_MS: Final = 5_000
+_ORDER_TIMEOUT_S: Final = 15.0
+_STATUS_TIMEOUT_MS: Final = 1_000
+_ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
+
+Call = Callable[[Peer, list[Forward], list[str]], Awaitable[Answer | None]]
+
+
+class HttpPeers:
+    """`me` answers this instance's id, which changes when it joins again."""
+
+    def __init__(self, me: Callable[[], str]) -> None:
+        self._me = me
+        self._http = HttpClient(
+            connect_timeout_ms=1_000, body_bytes_max=_ANSWER_BYTES_MAX, idle_ms=20_000, connections_max=4_096
+        )
+        self._lines: dict[str, _Line] = {}
+        self._numbers = itertools.count(1)
+
+    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
+        line = self._lines.get(peer.instance_id)
+        if line is None:
+            line = self._lines[peer.instance_id] = _Line(peer, self._call)
+            self._hang_up()
+        return await line.ask(forward)
+
+    async def status(self, peer: Peer) -> InstanceStatus:
+        question = Question(peer.instance_id, self._me(), next(self._numbers))
+        try:
+            answer = await self._post(peer, STATUS_PATH, encode(question), _STATUS_TIMEOUT_MS)
+        except HttpError as error:
+            raise Unserved(error.reason) from None
+        if answer is None or answer.status != 200:
+            raise Unserved("it does not know us" if answer is None else _refusal(answer))
+        return decode_status(answer.body)
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def _call(self, peer: Peer, new: list[Forward], again: list[str]) -> Answer | None:
+        orders = Orders(peer.instance_id, self._me(), next(self._numbers), new, again)
+        return await self._post(peer, ORDERS_PATH, encode(orders), _REQUEST_TIMEOUT_MS)
+
+    async def _post(self, peer: Peer, path: str, body: bytes, timeout_ms: int) -> Answer | None:
+        """None: a kept connection broke; the request may have arrived, so it is not sent again."""
+        target = _target(peer.address, path)
+        headers = {"content-type": "application/msgpack", SIGNATURE: sign(peer.secret, body)}
+        head = request_head("POST", target, headers)
+        once = [b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)]
+        return await self._http.send(target, lambda: once.pop() if once else None, timeout_ms=timeout_ms)
+
+    def _hang_up(self) -> None:
+        """Instances come and go, and never come back: lines that nobody waits on are let go."""
+        if len(self._lines) > 64:
+            self._lines = {name: line for name, line in self._lines.items() if line.in_use}
+
+
+_target = lru_cache(1_024)(lambda address, path: parse_target(f"http://{address}{path}"))
+
+
+def _refusal(answer: Answer) -> str:
+    return f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace').strip()}"
+
+
+# --- the orders for one instance -----------------------------------------------------------------
+
+
+class _Waiting:
+    """An order that is not answered yet. `taken`: the other side has it, and is asked for it by its id."""
+
+    __slots__ = ("asked_at", "forward", "future", "taken")
+
+    def __init__(self, forward: Forward, future: asyncio.Future[OrderAnswer], asked_at: float) -> None:
+        self.forward = forward
+        self.future = future
+        self.asked_at = asked_at
+        self.taken = False
+
+    def tell(self, answer: OrderAnswer | DuetimeError) -> None:
+        if self.future.done():  # whoever asked has gone
+            return
+        if isinstance(answer, DuetimeError):
+            self.future.set_exception(answer)
+        else:
+            self.future.set_result(answer)
+
+
+class _Line:
+    def __init__(self, peer: Peer, call: Call) -> None:
+        self._peer = peer
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[_Waiting] = deque()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._planned = False
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self._waiting or self._under_way)
+
+    async def ask(self, forward: Forward) -> OrderAnswer:
+        if len(self._waiting) >= _WAITING_MAX:
+            raise Busy
+        waiting = _Waiting(forward, self._loop.create_future(), self._loop.time())
+        self._waiting.append(waiting)
+        self._plan()
+        return await waiting.future
+
+    def _plan(self) -> None:
+        """One turn of the loop, so that what was asked for together travels together."""
+        if self._waiting and not self._planned and len(self._under_way) < _REQUESTS_MAX:
+            self._planned = True
+            self._loop.call_soon(self._leave)
+
+    def _leave(self) -> None:
+        self._planned = False
+        task = self._loop.create_task(self._carry(self._next()))
+        self._under_way.add(task)
+        task.add_done_callback(self._back)
+        self._plan()
+
+    def _back(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        self._plan()
+
+    def _next(self) -> list[_Waiting]:
+        """The oldest, as many as fit a request."""
+        orders: list[_Waiting] = []
+        room = _PAYLOAD_CHARS_MAX
+        while self._waiting and len(orders) < _ORDERS_MAX and room > 0:
+            waiting = self._waiting.popleft()
+            orders.append(waiting)
+            room -= _payload_chars(waiting)
+        return orders
+
+    async def _carry(self, orders: list[_Waiting]) -> None:
+        """One request and what comes of it. Every order is told, or waits again."""
+        new = [order for order in orders if not order.taken]
+        again = [order for order in orders if order.taken]
+        try:
+            answer = await self._call(self._peer, [o.forward for o in new], [o.forward.order_id for o in again])
+            if answer is None:
+                raise HttpError("the connection broke before the answer", sent=True)
+            if answer.status != 200:
+                # Refused at the door means that nothing of it was carried out; anything else may mean anything.
+                at_the_door = 400 <= answer.status < 500 or answer.status == 503
+                raise HttpError(_refusal(answer), sent=not at_the_door)
+            self._read(new + again, answer)
+        except HttpError as error:
+            _tell(new, OutcomeUnknown(error.reason) if error.sent else NotOwner(error.reason))
+            _tell(again, OutcomeUnknown(error.reason))
+        except Exception as error:  # nobody may wait for ever, whatever it was
+            log.exception("orders to the instance at %s failed", self._peer.address)
+            _tell(orders, OutcomeUnknown(f"the answer cannot be read: {error!r}"))
+
+    def _read(self, orders: list[_Waiting], answer: Answer) -> None:
+        overdue = self._loop.time() - _ORDER_TIMEOUT_S
+        for order, reply in zip(orders, decode_answers(answer.body).replies, strict=True):
+            try:
+                decided = read_reply(reply)
+            except DuetimeError as error:
+                order.tell(error)
+                continue
+            if decided is not None:
+                order.tell(decided)
+            elif order.asked_at < overdue:
+                order.tell(OutcomeUnknown("the owner has not decided in time"))
+            else:
+                order.taken = True
+                self._waiting.append(order)
+
+
+def _payload_chars(waiting: _Waiting) -> int:
+    order = waiting.forward.order
+    payload = order.spec.payload if isinstance(order, CreateOrder) and not waiting.taken else None
+    return 0 if payload is None else len(payload)
+
+
+def _tell(orders: Iterable[_Waiting], error: DuetimeError) -> None:
+    for order in orders:
+        order.tell(error)

@@ -1,0 +1,249 @@
+"""Instances speak to each other over real HTTP: signed, coalesced; an order is carried out once, or is unknown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+
+from duetime.api.peers import PeerDoor
+from duetime.errors import Conflict, DuetimeError, InvalidField, NotOwner, OutcomeUnknown, Unserved
+from duetime.http_client import Answer, HttpClient
+from duetime.http_server import HttpServer, Request, Response, serve_http
+from duetime.model import Created, InstanceStatus, State, TimerKey, TimerSpec, TimerView, Updated, Verdict
+from duetime.peer_calls import HttpPeers
+from duetime.peer_wire import (
+    ORDERS_PATH,
+    SIGNATURE,
+    Answers,
+    Orders,
+    Reply,
+    decode_answers,
+    encode,
+    read_reply,
+    reply_of,
+    sign,
+)
+from duetime.peers import CreateOrder, DeleteOrder, Forward, OrderAnswer, Peer
+from duetime.service import Service
+from duetime.testing import make_timer
+
+STATUS = InstanceStatus(
+    instance_id="b",
+    version="1",
+    ready=True,
+    lease_ms=1,
+    clock_skew_ms=0,
+    shards=3,
+    in_memory=0,
+    in_flight=0,
+    held=0,
+    writes_waiting=0,
+)
+
+
+class Owner:
+    """The service of the other instance, as far as its door needs it. Orders about "slow" wait for `released`."""
+
+    def __init__(self) -> None:
+        self.name = "b"
+        self.port = 0
+        self.got: list[str] = []
+        self.requests = 0
+        self.released = asyncio.Event()
+        self.answers: dict[str, asyncio.Future[OrderAnswer]] = {}
+        self.break_off = False
+
+    def as_peer(self) -> Peer:
+        return Peer(self.name, f"127.0.0.1:{self.port}", "the secret")
+
+    def instance_status(self) -> InstanceStatus:
+        return STATUS
+
+    async def take(self, forward: Forward) -> OrderAnswer:
+        answer = self.answers[forward.order_id] = asyncio.ensure_future(self._carry_out(forward))
+        return await asyncio.shield(answer)
+
+    async def taken(self, order_id: str) -> OrderAnswer:
+        return await asyncio.shield(self.answers[order_id])
+
+    async def _carry_out(self, forward: Forward) -> OrderAnswer:
+        order = forward.order
+        if isinstance(order, CreateOrder):
+            self.got.append(order.spec.timer_id)
+            if order.spec.timer_id == "slow":
+                await self.released.wait()
+            return Created(TimerView(make_timer(order.spec.timer_id), State.SCHEDULED), True)
+        assert isinstance(order, DeleteOrder)
+        if order.key.timer_id == "wrong":
+            raise InvalidField("timerId", "is wrong")
+        if order.key.timer_id == "moved":
+            raise NotOwner
+        if order.key.timer_id == "broken":
+            raise ZeroDivisionError("a bug")
+        return Verdict.CANCELLED
+
+
+@pytest_asyncio.fixture
+async def owner() -> AsyncIterator[Owner]:
+    owner = Owner()
+    door = PeerDoor(cast(Service, owner))
+    server: HttpServer
+
+    async def handle(request: Request) -> Response:
+        owner.requests += 1
+        try:
+            response = await door.handle(request)
+        except DuetimeError as error:
+            return Response(error.status, str(error).encode())
+        if owner.break_off:
+            for connection in list(server.connections):
+                cast(Any, connection)._transport.abort()
+        return response
+
+    server = await serve_http(
+        handle, "127.0.0.1", 0, body_bytes_max=1 << 24, connections_max=64, idle_timeout_ms=60_000
+    )
+    owner.port = server.port
+    yield owner
+    owner.released.set()
+    await server.close(1_000)
+
+
+@pytest_asyncio.fixture
+async def peers() -> AsyncIterator[HttpPeers]:
+    peers = HttpPeers(lambda: "a")
+    yield peers
+    await peers.close()
+
+
+def create(timer_id: str) -> Forward:
+    return Forward(f"order-{timer_id}", 0, 1, CreateOrder(TimerSpec(namespace="n", timer_id=timer_id, delay_ms=1)))
+
+
+def delete(timer_id: str) -> Forward:
+    return Forward(f"order-{timer_id}", 0, 1, DeleteOrder(TimerKey("n", timer_id)))
+
+
+async def test_an_order_is_carried_out_and_answered(owner: Owner, peers: HttpPeers) -> None:
+    answer = await peers.forward(owner.as_peer(), create("t1"))
+    assert answer == Created(TimerView(make_timer("t1"), State.SCHEDULED), True)
+    assert await peers.forward(owner.as_peer(), delete("t1")) is Verdict.CANCELLED
+    assert owner.got == ["t1"]
+
+
+async def test_orders_given_together_travel_together(owner: Owner, peers: HttpPeers) -> None:
+    names = [f"t{number}" for number in range(500)]
+    answers = await asyncio.gather(*(peers.forward(owner.as_peer(), create(name)) for name in names))
+    assert [cast(Created, answer).view.timer.timer_id for answer in answers] == names
+    assert sorted(owner.got) == sorted(names), "each once"
+    assert owner.requests == 2
+
+
+async def test_a_slow_order_does_not_hold_up_the_others_of_its_request(owner: Owner, peers: HttpPeers) -> None:
+    slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
+    fast = await peers.forward(owner.as_peer(), create("t1"))
+    assert isinstance(fast, Created)
+    assert not slow.done()
+    owner.released.set()
+    assert cast(Created, await slow).view.timer.timer_id == "slow"
+    assert sorted(owner.got) == ["slow", "t1"], "asked for again, not carried out again"
+
+
+async def test_the_owners_refusal_arrives_as_it_was(owner: Owner, peers: HttpPeers) -> None:
+    with pytest.raises(InvalidField, match="is wrong") as caught:
+        await peers.forward(owner.as_peer(), delete("wrong"))
+    assert (caught.value.field, caught.value.code) == ("timerId", "invalid_field")
+    with pytest.raises(NotOwner):
+        await peers.forward(owner.as_peer(), delete("moved"))
+    with pytest.raises(OutcomeUnknown):
+        await peers.forward(owner.as_peer(), delete("broken"))
+
+
+async def test_nobody_there_means_not_applied(owner: Owner, peers: HttpPeers) -> None:
+    nobody = replace(owner.as_peer(), address="127.0.0.1:1")
+    with pytest.raises(NotOwner, match="refused"):
+        await peers.forward(nobody, create("t1"))
+    with pytest.raises(Unserved, match="refused"):
+        await peers.status(nobody)
+
+
+async def test_a_successor_on_the_same_address_refuses(owner: Owner, peers: HttpPeers) -> None:
+    before = owner.as_peer()
+    owner.name = "c"
+    with pytest.raises(NotOwner, match="this is instance c, not b"):
+        await peers.forward(before, create("t1"))
+    with pytest.raises(Unserved, match="this is instance c"):
+        await peers.status(before)
+    assert owner.got == []
+
+
+async def test_a_wrong_secret_is_refused(owner: Owner, peers: HttpPeers) -> None:
+    with pytest.raises(NotOwner, match="not signed"):
+        await peers.forward(replace(owner.as_peer(), secret="another"), create("t1"))
+    assert owner.got == []
+
+
+async def test_an_answer_that_got_lost_leaves_the_order_unknown_and_is_not_repeated(
+    owner: Owner, peers: HttpPeers
+) -> None:
+    await peers.forward(owner.as_peer(), create("t1"))  # the connection is kept, and breaks when it is used again
+    owner.break_off = True
+    with pytest.raises(OutcomeUnknown):
+        await peers.forward(owner.as_peer(), create("t2"))
+    assert owner.got == ["t1", "t2"], "carried out once"
+
+
+async def test_a_request_that_was_overheard_cannot_be_sent_again(owner: Owner) -> None:
+    http = HttpClient()
+    body = encode(Orders("b", "eve", 7, [create("t1")]))
+    headers = {SIGNATURE: sign("the secret", body)}
+
+    async def post(data: bytes) -> Answer:
+        return await http.request(
+            "POST", f"http://127.0.0.1:{owner.port}{ORDERS_PATH}", headers, data, timeout_ms=5_000
+        )
+
+    first = await post(body)
+    assert (first.status, len(decode_answers(first.body).replies)) == (200, 1)
+    assert (await post(body)).status == Conflict.status
+    assert (await post(body.replace(b"t1", b"t2"))).status == 401
+    assert (await post(b"rubbish")).status == 400
+    assert owner.got == ["t1"]
+    await http.close()
+
+
+async def test_old_numbers_stay_refused_when_many_have_been_here(owner: Owner) -> None:
+    door = PeerDoor(cast(Service, owner))
+    numbers = door._numbers_of("a")
+    assert all(numbers.is_new(number) for number in range(1, 10_000))
+    assert not any(numbers.is_new(number) for number in range(1, 10_000))
+    assert numbers.is_new(10_001)
+    assert numbers.is_new(10_000), "requests under way at once may arrive in any order"
+
+
+async def test_the_status_is_what_the_other_says(owner: Owner, peers: HttpPeers) -> None:
+    assert await peers.status(owner.as_peer()) == STATUS
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Created(TimerView(make_timer(payload='{"a":1}'), State.SCHEDULED), True, True),
+        Updated(TimerView(make_timer(), State.IN_FLIGHT), Verdict.IN_FLIGHT),
+        Verdict.ALREADY_REACHED,
+        TimerView(make_timer(), State.SCHEDULED),
+    ],
+)
+def test_every_kind_of_answer_survives_the_way(answer: OrderAnswer) -> None:
+    [reply] = decode_answers(encode(Answers([reply_of(answer)]))).replies
+    assert read_reply(reply) == answer
+
+
+def test_an_error_of_a_newer_version_is_unknown() -> None:
+    with pytest.raises(OutcomeUnknown):
+        read_reply(Reply(error="SomethingNew", detail="?"))
