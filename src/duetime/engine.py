@@ -24,6 +24,7 @@ from duetime.model import Namespace, TimerKey
 from duetime.namespaces import Namespaces
 from duetime.placement import owners
 from duetime.shard import Entry, Shard
+from duetime.sharing import Shared
 from duetime.store import Claim, Fence, Found, ShardRow, Store
 from duetime.telemetry import Telemetry, Trouble, log
 
@@ -56,7 +57,7 @@ class Engine:
         self.telemetry = telemetry
         self.shards: dict[int, Shard] = {}
         self.rows: dict[int, ShardRow] = {}  # all shards, as last read
-        self.namespaces = Namespaces(store, clock)
+        self.namespaces = Namespaces(store)
         self.membership = Membership(store, clock, config.engine, telemetry, rng, address)
         self.lookup = Lookup(store)
         self.fire_loop = FireLoop(
@@ -91,8 +92,7 @@ class Engine:
             for _ in range(store.capabilities.lanes)
         ]
         self._tasks: set[asyncio.Task[None]] = set()
-        self._balancing = asyncio.Lock()
-        self._next_balance: asyncio.Future[None] | None = None
+        self._shared_balance = Shared(self._balance)
         self._settled = False  # as last read, every shard is where it should be
         self._recovery_trouble = Trouble("shards are not recovered yet", "shards are recovered")
         self._balanced_at_ms = 0
@@ -205,20 +205,9 @@ class Engine:
 
         What it reads is no older than the call. All who ask while one is waiting to begin share it.
         """
-        if self._next_balance is None:
-            self._next_balance = asyncio.ensure_future(self._balance_next())
-            self._next_balance.add_done_callback(_retrieved)
-        await asyncio.shield(self._next_balance)
+        await self._shared_balance()
 
-    async def _balance_next(self) -> None:
-        async with self._balancing:
-            self._next_balance = None  # who asks from here on needs a newer one
-            orphaned = await self._balance()
-        if orphaned:
-            await self._give_free(orphaned)
-
-    async def _balance(self) -> list[Fence]:
-        """Answers the fences of shards that are ours by mistake."""
+    async def _balance(self) -> None:
         asked_at_ms = self._balanced_at_ms = self.clock.boot_ms()
         self.rows = {row.shard_id: row for row in await self._store.shards()}
         if not self._store.capabilities.exclusive:
@@ -227,7 +216,7 @@ class Engine:
         alive, fit = self.membership.alive, self.membership.fit
         if self.stopping or not self.membership.may_fire() or self.membership.instance_id not in alive:
             self._settled = False
-            return []  # nothing is claimed before this instance is fully alive, nor once it is dead
+            return  # nothing is claimed before this instance is fully alive, nor once it is dead
         me = self.membership.instance_id
         target = owners(len(self.rows), fit)
         wanted: list[ShardRow] = []
@@ -252,7 +241,8 @@ class Engine:
         self.horizon.look()
         if unwanted:
             self._spawn(self._release(unwanted))
-        return orphaned
+        if orphaned:
+            await self._give_free(orphaned)
 
     async def _claim(self, rows: list[ShardRow]) -> None:
         claims = [self._claim_of(row.shard_id, row.version) for row in rows]
@@ -442,9 +432,3 @@ class Engine:
             elif removed == _PURGED_PER_CALL:
                 more.append(shard)
         return more
-
-
-def _retrieved(future: asyncio.Future[None]) -> None:
-    """An error is the askers' to see; if they have all gone it is nobody's."""
-    if not future.cancelled():
-        future.exception()

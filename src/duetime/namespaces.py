@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from duetime.clock import Clock
 from duetime.errors import Conflict, InvalidField, NotFound
 from duetime.model import SHARDS_MAX, Namespace
+from duetime.sharing import Shared
 from duetime.store import Store
 
 __all__ = ["DEFAULT_NAMESPACE", "Namespaces"]
 
 DEFAULT_NAMESPACE = "default"
-_MISS_EVERY_MS = 1_000
+_READ_AGAIN_AFTER_S = 0.05  # wrong names must not be able to hammer the store
 
 
 class Namespaces:
-    def __init__(self, store: Store, clock: Clock) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._clock = clock
         self._by_name: dict[str, Namespace] = {}
-        self._read_at_ms = 0
+        self._shared_refresh = Shared(self.refresh, pause_s=_READ_AGAIN_AFTER_S)
 
     async def refresh(self) -> None:
-        self._read_at_ms = self._clock.boot_ms()
         self._by_name = {namespace.name: namespace for namespace in await self._store.namespaces()}
 
     def known(self, name: str) -> Namespace | None:
@@ -30,9 +28,8 @@ class Namespaces:
 
     async def get(self, name: str) -> Namespace:
         namespace = self._by_name.get(name)
-        if namespace is None and self._clock.boot_ms() - self._read_at_ms > _MISS_EVERY_MS:
-            # Another instance may have made it. Bounded, so that wrong names cannot hammer the store.
-            await self.refresh()
+        if namespace is None or namespace.deleted:
+            await self._shared_refresh()  # another instance may have made it a moment ago
             namespace = self._by_name.get(name)
         if namespace is None or namespace.deleted:
             raise NotFound(f"There is no namespace {name!r}", field="namespace", code="namespace_not_found")

@@ -70,6 +70,7 @@ from duetime.peers import (
     key_of,
 )
 from duetime.shard import Shard
+from duetime.sharing import retrieved
 from duetime.store import Found, ListQuery, Store
 from duetime.telemetry import log
 
@@ -287,7 +288,7 @@ class Service:
         answer = self._taken.get(forward.order_id)
         if answer is None:
             answer = self._taken[forward.order_id] = asyncio.ensure_future(self._take(forward))
-            answer.add_done_callback(_retrieved)
+            answer.add_done_callback(retrieved)
             if len(self._taken) > _TAKEN_MAX:
                 del self._taken[next(iter(self._taken))]
         return await asyncio.shield(answer)
@@ -488,9 +489,3 @@ def _read_cursor(text: str | None) -> tuple[bool, Position]:
     except (ValueError, msgspec.MsgspecError):
         raise InvalidField("cursor", "cursor is not one that a list has answered") from None
     return bool(reached), Position(*position)
-
-
-def _retrieved(future: asyncio.Future[OrderAnswer]) -> None:
-    """An error is the asker's to see; one whose asker has gone is nobody's."""
-    if not future.cancelled():
-        future.exception()
