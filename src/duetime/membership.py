@@ -55,6 +55,7 @@ class Membership:
         self._wall_minus_boot_ms = clock.wall_ms() - clock.boot_ms()
         self._seen: dict[str, tuple[int, int]] = {}  # member -> (counter, boot time of its last change)
         self._dead_since_ms: dict[str, int] = {}
+        self._former: set[str] = set()  # ids of this process that were declared dead, or that a failover forgot
 
     # --- asked all the time -----------------------------------------------------------------------
 
@@ -81,7 +82,12 @@ class Membership:
     # --- joining and staying ----------------------------------------------------------------------
 
     async def join(self) -> None:
-        """Enter the cluster under a fresh id; the first heartbeat opens the lease."""
+        """Enter the cluster under a fresh id; the first heartbeat opens the lease.
+
+        The caller has dropped whatever it held under the id before.
+        """
+        if self.instance_id:
+            self._former.add(self.instance_id)
         self.instance_id = f"{self._rng.getrandbits(64):016x}"
         self._counter = 0
         self._lease_until_ms = _NEVER
@@ -91,8 +97,7 @@ class Membership:
         await self.beat()
         if self.is_skewed:
             await self.beat()  # says so at once, or the others would make room
-        if self._store.capabilities.exclusive:
-            await self._bury_predecessors()
+        await self._bury_predecessors()
         await self.observe()
 
     async def beat(self) -> None:
@@ -187,11 +192,17 @@ class Membership:
             log.warning("could not sign off: %s", error)
 
     async def _bury_predecessors(self) -> None:
-        """The store is ours alone, so whoever else has a member row is a process that is no more."""
+        """Those of whom it is certain without waiting that they fire nothing any more: who we were before, and,
+        where the store is ours alone, everybody else."""
+        exclusive = self._store.capabilities.exclusive
         for member in await self._store.members():
-            if member.instance_id != self.instance_id:
+            if member.instance_id == self.instance_id:
+                continue
+            if exclusive or (member.alive and member.instance_id in self._former):
                 await self._store.mark_dead(member.instance_id, member.counter)
+            if exclusive:
                 await self._store.forget_member(member.instance_id)
+        self._former.clear()
 
     async def _bury(self, member: Member) -> bool:
         try:

@@ -10,7 +10,7 @@ import enum
 import zlib
 from hashlib import blake2b
 from struct import Struct as Packing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -108,6 +108,12 @@ class Extras(Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     last_attempt_at_ms: int | None = msgspec.field(default=None, name="l")
     late_by_ms: int | None = msgspec.field(default=None, name="b")
     last_error: str | None = msgspec.field(default=None, name="e")
+    # What a later version adds goes in here: this one does not understand it, and hands it on (ADR 11).
+    later: dict[str, Any] | None = msgspec.field(default=None, name="x")
+
+    def asked_for(self, occurrence: int = 0) -> Extras:
+        """Only what the user has asked for: nothing was attempted yet."""
+        return Extras(headers=self.headers, tags=self.tags, missed=self.missed, occurrence=occurrence, later=self.later)
 
 
 NO_EXTRAS = Extras()
@@ -219,6 +225,7 @@ class Namespace(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="c
     failed_retention_ms: int = 30 * DAY_MS
     payload_bytes_max: int | None = None
     signing_secrets: tuple[str, ...] = ()
+    later: dict[str, Any] | None = None  # as in Extras
 
     def retention_ms(self, ending: Ending) -> int:
         return self.failed_retention_ms if ending is Ending.FAILED else self.delivered_retention_ms
@@ -332,6 +339,25 @@ class Updated(Struct, frozen=True, gc=False):
     verdict: Verdict
 
 
+class HeldFor(Struct, frozen=True, kw_only=True):
+    """A destination that due timers wait for."""
+
+    destination: str
+    held: int
+    in_flight: int
+    failures: int  # in a row
+    breaker_open: bool
+
+
+class ShardMap(Struct, frozen=True):
+    """Who owns which shard, for clients that write to the owner at once. A hint: any instance takes any request."""
+
+    addresses: tuple[str, ...]  # of the alive
+    instance_ids: tuple[str, ...]  # of the same, in the same order
+    owners: tuple[int | None, ...]  # by shard id: an index into them, or nobody
+    num_shards: dict[str, int]  # by namespace
+
+
 class InstanceStatus(Struct, frozen=True, kw_only=True):
     """How one instance is doing, in its own words."""
 
@@ -349,14 +375,20 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
     oldest_due_ms: int | None = None
     lateness_p50_ms: float | None = None
     lateness_p99_ms: float | None = None
+    held_for: tuple[HeldFor, ...] = ()  # the destinations with most timers held, a few
 
 
 class MemberStatus(Struct, frozen=True, kw_only=True):
+    """A member by its row, and, if it is alive and answers, in its own words."""
+
     instance_id: str
     address: str
     alive: bool
     self_: bool
     shards: int
+    joined_at_ms: int
+    status: InstanceStatus | None = None
+    unreachable: str | None = None  # alive, but cannot be asked: why
 
 
 class ShardStatus(Struct, frozen=True, kw_only=True):
@@ -368,20 +400,33 @@ class ShardStatus(Struct, frozen=True, kw_only=True):
     horizon_ms: int | None
 
 
+class ShardCounts(Struct, frozen=True, kw_only=True):
+    total: int
+    owned: int  # by the living
+    free: int
+    of_dead: int
+
+
 class ClusterStatus(Struct, frozen=True, kw_only=True):
-    instance_id: str
+    """The whole cluster, as told by its living members to the one that was asked. Figures are those of all
+    members that answered, together or, of lateness, skew and age, at their worst."""
+
+    instance_id: str  # who was asked
     version: str
     store: str
-    ready: bool
+    ready: bool  # who was asked
     reason: str | None  # why not ready
-    lease_ms: int
-    clock_skew_ms: int
+    clock_skew_max_ms: int
+    dead_after_ms: int
     members: tuple[MemberStatus, ...]
-    shards: tuple[ShardStatus, ...]
+    shard_counts: ShardCounts
+    unowned_shards: tuple[int, ...]  # free or of the dead, the first few
+    shards: tuple[ShardStatus, ...] | None = None  # None: not asked for
     in_memory: int
     in_flight: int
     held: int
     writes_waiting: int
+    clock_skew_ms: int
     oldest_due_ms: int | None
     lateness_p50_ms: float | None
     lateness_p99_ms: float | None
@@ -505,12 +550,7 @@ def armed_at(timer: Timer, execute_at_ms: int, *, occurrence_done: bool) -> Time
     """The timer set to a new time: a new occurrence (attempts start over), or the same one once more."""
     if not occurrence_done:
         return msgspec.structs.replace(timer, execute_at_ms=execute_at_ms)
-    extras = Extras(
-        headers=timer.extras.headers,
-        tags=timer.extras.tags,
-        missed=timer.extras.missed,
-        occurrence=timer.extras.occurrence + 1,
-    )
+    extras = timer.extras.asked_for(timer.extras.occurrence + 1)
     return msgspec.structs.replace(
         timer, execute_at_ms=execute_at_ms, scheduled_at_ms=execute_at_ms, attempts=0, extras=extras
     )
@@ -556,6 +596,7 @@ def attempted(timer: Timer, started_at_ms: int) -> Timer:
         first_attempt_at_ms=first,
         last_attempt_at_ms=started_at_ms,
         late_by_ms=late_by_ms,
+        later=old.later,
     )
     return msgspec.structs.replace(timer, attempts=timer.attempts + 1, extras=extras)
 

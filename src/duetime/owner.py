@@ -186,7 +186,9 @@ class Owner:
         headers = extras.headers if patch.headers is UNSET else patch.headers or None
         tags = extras.tags if patch.tags is UNSET else patch.tags or ()
         missed = extras.missed if patch.missed is UNSET else patch.missed
-        changed = _replace(timer, attempts=0, extras=Extras(headers=headers, tags=tags, missed=missed))
+        changed = _replace(
+            timer, attempts=0, extras=Extras(headers=headers, tags=tags, missed=missed, later=extras.later)
+        )
         if patch.execute_at_ms is not UNSET or patch.delay_ms is not UNSET:
             at_ms = self._instant(
                 None if patch.execute_at_ms is UNSET else patch.execute_at_ms,
@@ -258,14 +260,13 @@ class Owner:
 
     async def _arm_now(self, shard: Shard, key: TimerKey, timer: Timer) -> TimerView:
         now_ms = self._engine.membership.now_ms()
-        old = timer.extras
         timer = _replace(
             timer,
             generation=shard.next_generation(),
             execute_at_ms=now_ms,
             scheduled_at_ms=now_ms,
             attempts=0,
-            extras=Extras(headers=old.headers, tags=old.tags, missed=old.missed),
+            extras=timer.extras.asked_for(),
         )
         await shard.write(key, timer, [])
         return TimerView(timer, State.SCHEDULED)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+from engine_world import World, in_world
 
 from duetime.errors import ShardLost
+from duetime.model import State
 from duetime.store import Batch, Claim, Committed
 from duetime.stores.memory import MemoryStore
 from duetime.testing import make_timer
@@ -44,3 +48,28 @@ async def test_case_6_after_a_failover_the_store_knows_only_one_owner(owner: str
     store.restore(before)
     [row] = await store.claim([Claim(0, 0, 22, owner, "", 0)])
     assert (row.owner_id, row.nonce) == (owner, 22)
+
+
+def test_case_6_after_a_failover_that_lost_commits_memory_is_what_the_database_says() -> None:
+    """Without the word of the heartbeat the owner would go on with a memory that differs from the database, and
+    what came back would wait for the next claim."""
+
+    async def story(world: World) -> None:
+        assert isinstance(world.store, MemoryStore)
+        await world.create("fired", 1_000)
+        await world.create("kept", 20_000)
+        before = world.store.snapshot()
+        await world.create("lost", 20_000)
+        await asyncio.sleep(2)
+        assert world.destinations.called() == ["fired"]
+        assert (await world.get("fired")).state is State.DELIVERED
+        former = world.engine.membership.instance_id
+        world.store.restore(before)
+        await asyncio.sleep(3)
+        assert world.engine.membership.instance_id != former
+        assert len(world.engine.shards) == 16, "nobody has to wait until the former self counts as dead"
+        assert world.destinations.called() == ["fired", "fired"], "its end was lost, so it fires again, and soon"
+        await asyncio.sleep(30)
+        assert world.destinations.called()[2:] == ["kept"], "an acknowledged create is lost with the database's commits"
+
+    in_world(story)

@@ -559,3 +559,36 @@ class SmallBatches(MemoryStore):
         if len(self.sizes) == at:
             await act()
         return await super().commit(batches)
+
+
+def test_case_53_what_a_later_version_added_survives_updates_retries_and_replays() -> None:
+    async def story(world: World) -> None:
+        key, later = TimerKey("default", "a"), {"y": [1, {"deep": "value"}]}
+        await world.create("a", 60_000, tags=("t",))
+        [found] = await world.store.get_many([(shard_of("a", 16), key)])
+        assert found.timer is not None
+        newer = replace(found.timer, extras=replace(found.timer.extras, later=later), generation=1 << 60)
+        shard = world.engine.shards[shard_of("a", 16)]
+        await shard.write(key, newer, [])  # as if the instance of a newer version had written it
+
+        async def later_now() -> object:
+            return (await world.get("a")).timer.extras.later
+
+        await world.service.update(key, TimerPatch(payload="1", tags=("u",)))
+        assert await later_now() == later
+        world.destinations.answers[URL] = fails
+        await world.service.fire_now(key)
+        await asyncio.sleep(5)
+        assert (await world.get("a")).timer.attempts > 0
+        assert await later_now() == later
+        del world.destinations.answers[URL]
+        await asyncio.sleep(3_600)
+        assert (await world.get("a")).state is State.DELIVERED
+        await world.service.replay(key)
+        assert await later_now() == later
+
+    in_world(story)
+
+
+async def fails(_: Attempt) -> Outcome:
+    return FAILS

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +40,7 @@ from duetime.model import (
     uuid_hex,
     uuid_of,
 )
+from duetime.testing import make_timer
 from duetime.timetext import format_instant
 
 NOW_MS = 1_800_000_000_000
@@ -530,3 +533,31 @@ class TestProperties:
     )
     def test_nor_too_hostile(self, body: bytes) -> None:
         read_answer(body)
+
+
+class TestLaterVersions:
+    """Case 53: what a later version added to a timer survives this one's hands."""
+
+    LATER: ClassVar = {"y": [1, {"deep": "value"}]}
+
+    def later_timer(self, **fields: Any) -> Timer:
+        return make_timer(extras=Extras(tags=("a",), later=self.LATER), **fields)
+
+    def test_case_53_a_retry_and_a_new_occurrence_keep_it(self) -> None:
+        timer, namespace = self.later_timer(), Namespace(name="n", num_shards=1, created_at_ms=0)
+        for outcome in (
+            Outcome(Contact.ANSWERED, 500),
+            Outcome(Contact.BROKEN, error="?"),
+            Outcome(Contact.ANSWERED, 200, b'{"ok": true, "nextExecuteAt": "2030-01-01T00:00:00Z"}'),
+            Outcome(Contact.ANSWERED, 200, b'{"ok": false, "nextExecuteAt": "2030-01-01T00:00:00Z"}'),
+        ):
+            settlement = settle(timer, outcome, namespace, started_at_ms=1, now_ms=2, jitter=0.5)
+            assert settlement.rearmed is not None
+            assert settlement.rearmed.extras.later == self.LATER
+
+    def test_case_53_it_is_written_as_it_was_read(self) -> None:
+        text = b'{"t":["a"],"x":{"y":[1,{"deep":"value"}]}}'
+        assert msgspec.json.encode(msgspec.json.decode(text, type=Extras)) == text
+
+    def test_case_53_fields_that_are_not_known_at_all_do_no_harm(self) -> None:
+        assert msgspec.json.decode(b'{"t":["a"],"zz":1}', type=Extras) == Extras(tags=("a",))

@@ -44,6 +44,8 @@ class MemoryStore:
         self._members: dict[str, Member] = {}
         self._namespaces: dict[str, Namespace] = {}
         self._shards: dict[int, _Shard] = {}
+        self._timeline = 0
+        self._joined_on: dict[str, int] = {}  # outside of what a failover takes back, as a client's memory is
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -63,6 +65,8 @@ class MemoryStore:
         return deepcopy((self._members, self._namespaces, self._shards))
 
     def restore(self, snapshot: object) -> None:
+        """A failover: what was acknowledged since is gone. Members learn it from their next heartbeat."""
+        self._timeline += 1
         self._members, self._namespaces, self._shards = cast(Any, deepcopy(snapshot))
 
     # -- members
@@ -71,11 +75,14 @@ class MemoryStore:
         """Joining twice is joining once, so that a lost answer may be repeated; but the dead stay dead."""
         if not self._members.setdefault(member.instance_id, member).alive:
             raise MemberDead(f"{member.instance_id} was declared dead")
+        self._joined_on[member.instance_id] = self._timeline
 
     async def heartbeat(self, instance_id: str, counter: int) -> int:
         member = self._members.get(instance_id)
         if member is None or not member.alive:
             raise MemberDead(f"{instance_id} was declared dead")
+        if self._joined_on[instance_id] != self._timeline:
+            raise MemberDead("the database has failed over, and may have lost what it acknowledged")
         self._members[instance_id] = replace(member, counter=max(member.counter, counter))
         return self._clock.wall_ms()
 

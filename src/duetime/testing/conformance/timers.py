@@ -45,6 +45,7 @@ FULL = make_timer(
         last_attempt_at_ms=2,
         late_by_ms=3,
         last_error='HTTP 500 "quoted"',
+        later={"from a later version": [1, {"deep": "välue"}]},
     ),
 )
 
