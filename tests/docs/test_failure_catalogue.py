@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT
-
-from prove import CASES, Case, read_catalogue
+from scripts.prove import CASES, Case, read_catalogue
 
 ROWS = {case.number: case for case in read_catalogue()}
 

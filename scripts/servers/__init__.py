@@ -1,0 +1,51 @@
+"""Real servers for tests and benchmarks: on loopback, with a folder and a port of their own, as no user of importance.
+
+    with running("postgres18", settings={"shared_buffers": "256MB"}) as server:
+        server.url("postgres"); server.kill(); server.start(); server.restart()
+
+From a shell: `python -m scripts.servers --help`. A new kind of server is a subclass of `Server`, named in `SERVERS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from .install import CannotInstall
+from .postgres import PgBouncer, Postgres, Postgres15, Postgres18
+from .server import Server, ServerError, free_port
+from .toxiproxy import Link, Toxiproxy
+
+__all__ = [
+    "SERVERS",
+    "CannotInstall",
+    "Link",
+    "PgBouncer",
+    "Postgres",
+    "Server",
+    "ServerError",
+    "Toxiproxy",
+    "free_port",
+    "new_server",
+    "running",
+]
+
+SERVERS: dict[str, type[Server]] = {kind.name: kind for kind in (Postgres15, Postgres18, PgBouncer, Toxiproxy)}
+
+
+@overload
+def new_server(name: Literal["postgres15", "postgres18"], **options: Any) -> Postgres: ...
+@overload
+def new_server(name: Literal["pgbouncer"], **options: Any) -> PgBouncer: ...
+@overload
+def new_server(name: Literal["toxiproxy"], **options: Any) -> Toxiproxy: ...
+@overload
+def new_server(name: str, **options: Any) -> Server: ...
+def new_server(name: str, **options: Any) -> Server:
+    """Not started yet. Options: `folder`, `port`, `settings`; for pgbouncer also `upstream_port`."""
+    if name not in SERVERS:
+        raise ServerError(f"there is no server called {name!r}, only {', '.join(SERVERS)}")
+    return SERVERS[name](**options)
+
+
+# `with running("postgres18") as server:` starts it on the way in and stops it on the way out.
+running = new_server

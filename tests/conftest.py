@@ -1,0 +1,3 @@
+"""For all tests: real servers (tests/servers.py)."""
+
+pytest_plugins = ["servers"]
