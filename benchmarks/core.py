@@ -109,6 +109,13 @@ def load(**options: object) -> dict[str, Any]:
     return answer
 
 
+def machine() -> dict[str, str]:
+    return {
+        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -361,8 +368,7 @@ def main() -> None:
     quick = options.quick
     wanted = set(options.only.split(",")) if options.only else {"creates", "fires", "lateness", "idle", "start"}
     result: dict[str, Any] = {
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
+        **machine(),
         "sqlite": apsw.sqlite_lib_version(),
     }
     with tempfile.TemporaryDirectory() as name:

@@ -3,6 +3,7 @@
 Run as processes of their own, so that they do not share an interpreter with what is measured:
 
     python -m benchmarks.load create --port 8463 --connections 256 --seconds 10 --to URL --delay 1h
+    python -m benchmarks.load create --port 8463,8464 --direct …     # each timer to the instance that owns it
     python -m benchmarks.load receive --port 9000
 
 `receive` answers 200 to everything; `GET /report` on it answers how many came and how late they were.
@@ -15,6 +16,9 @@ import asyncio
 import json
 import sys
 import time
+import urllib.request
+import zlib
+from functools import partial
 from typing import Any, cast
 
 import uvloop
@@ -23,8 +27,9 @@ import uvloop
 class _Creator(asyncio.Protocol):
     """One connection of a closed loop: sends a create, waits for the answer, sends the next."""
 
-    def __init__(self, run: CreateRun) -> None:
+    def __init__(self, run: CreateRun, instance: int) -> None:
         self.run = run
+        self.instance = instance
         self.sent_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -32,7 +37,7 @@ class _Creator(asyncio.Protocol):
         self.send()
 
     def send(self) -> None:
-        request = self.run.next_request()
+        request = self.run.next_request(self.instance)
         if request is None:
             self.transport.close()
             return
@@ -53,6 +58,8 @@ class _Creator(asyncio.Protocol):
 class CreateRun:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.ports = [int(port) for port in options.port.split(",")]
+        self.owners: list[int] = []  # with --direct: of each shard the index of its instance
         self.number = 0
         self.errors = 0
         self.first_error = ""
@@ -61,10 +68,12 @@ class CreateRun:
         self.open = options.connections
         self.done = asyncio.Event()
 
-    def next_request(self) -> bytes | None:
+    def next_request(self, instance: int) -> bytes | None:
         if time.perf_counter() >= self.until or (self.options.count and self.number >= self.options.count):
             return None
         self.number += 1
+        while self.owners and self._owner(f"{self.options.prefix}-{self.number}") != instance:
+            self.number += 1
         when = f'"executeAt":"{self.options.at}"' if self.options.at else f'"delay":"{self.options.delay}"'
         body = (
             f'{{"timerId":"{self.options.prefix}-{self.number}",{when},'
@@ -74,6 +83,18 @@ class CreateRun:
             b"POST /api/v1/timers/create HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
             b"content-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
         )
+
+    def _owner(self, timer_id: str) -> int:
+        return self.owners[zlib.crc32(timer_id.encode()) % len(self.owners)]
+
+    def learn_the_way(self) -> None:
+        """Who owns the shards of the namespace `default`."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.ports[0]}/api/v1/cluster/map", b"{}")
+        with urllib.request.urlopen(request) as answer:
+            found = json.load(answer)
+        ports = [int(address.rpartition(":")[2]) for address in found["instances"]]
+        owners = found["owners"][: found["namespaces"]["default"]]
+        self.owners = [self.ports.index(ports[owner]) for owner in owners]
 
     def answered(self, seconds: float) -> None:
         self.latencies.append(seconds)
@@ -89,10 +110,13 @@ class CreateRun:
 
     async def run(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
+        if self.options.direct:
+            self.learn_the_way()
         started = time.perf_counter()
         self.until = started + self.options.seconds
-        for _ in range(self.options.connections):
-            await loop.create_connection(lambda: _Creator(self), "127.0.0.1", self.options.port)
+        for number in range(self.options.connections):
+            instance = number % len(self.ports)
+            await loop.create_connection(partial(_Creator, self, instance), "127.0.0.1", self.ports[instance])
         await self.done.wait()
         seconds = time.perf_counter() - started
         self.latencies.sort()
@@ -207,7 +231,8 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     create = commands.add_parser("create")
     create.set_defaults(run=_create)
-    create.add_argument("--port", type=int, default=8463)
+    create.add_argument("--port", default="8463", help="one, or several with commas")
+    create.add_argument("--direct", action="store_true", help="each timer to the instance that owns its shard")
     create.add_argument("--connections", type=int, default=256)
     create.add_argument("--seconds", type=float, default=10)
     create.add_argument("--count", type=int, default=0)

@@ -1,0 +1,1 @@
+"""Programs that measure. Each prints JSON; figures are ratios within one run."""
