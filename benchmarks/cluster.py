@@ -24,9 +24,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.core import TARGET, cpu_seconds, machine, process, receiving, report, say, until_answers, wall_ms
 from scripts.servers import Postgres, running
 
+from benchmarks.core import TARGET, cpu_seconds, machine, process, receiving, report, say, until_answers, wall_ms
 from duetime.timetext import format_instant
 
 FIRST_PORT = 18_463
@@ -79,16 +79,16 @@ def until_settled(count: int, within_seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def load(count: int, **options: object) -> dict[str, Any]:
+def load(number: int, **options: object) -> dict[str, Any]:
     """Creates from one generator for each instance: one alone would be the limit."""
     direct = ["--direct"] if options.pop("direct", False) else []
     prefix = options.pop("prefix")
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    all_ports = ",".join(str(port) for port in ports(count))
+    all_ports = ",".join(str(port) for port in ports(number))
     command = [sys.executable, "-m", "benchmarks.load", "create", "--port", all_ports, "--to", TARGET, *direct]
     runs = [
-        subprocess.Popen([*command, "--prefix", f"{prefix}-{number}", *arguments], stdout=subprocess.PIPE)
-        for number in range(count)
+        subprocess.Popen([*command, "--prefix", f"{prefix}-{generator}", *arguments], stdout=subprocess.PIPE)
+        for generator in range(number)
     ]
     answers = [json.loads(run.communicate()[0]) for run in runs]
     for answer in answers:
