@@ -7,12 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUN_READY := $(VENV)/.duetime-run
 DEV_READY := $(VENV)/.duetime-dev
 SEEDS ?= 200
+MINUTES ?= 10
 # The fast ones first, so that they fail first.
 TESTS := $(wildcard tests/unit tests/docs tests/conformance tests/sim tests/e2e)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check sim prove format bench lock clean
+.PHONY: help demo serve test check sim prove chaos format bench lock clean
 
 help: ## list the targets
 	@echo "Duetime: a durable timer service. Targets:"; echo
@@ -38,6 +39,9 @@ sim: $(DEV_READY) ## play SEEDS=200 stories of the simulated cluster; a failing 
 
 prove: $(DEV_READY) ## seeds run, faults by kind, mutants caught, cases of the failure catalogue covered
 	$(BIN)/python scripts/prove.py --seeds $(SEEDS)
+
+chaos: $(DEV_READY) ## three instances on a real PostgreSQL in a storm of faults for MINUTES=10, judged by the checker
+	DUETIME_CHAOS_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/e2e/test_cluster_chaos.py -k storm -s
 
 format: $(DEV_READY) ## format the code, fix what can be fixed
 	$(BIN)/ruff check --fix .

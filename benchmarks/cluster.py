@@ -62,7 +62,8 @@ def ports(count: int) -> list[int]:
 
 
 def ask(path: str, body: dict[str, Any], port: int = FIRST_PORT) -> Any:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/api/v1/{path}", json.dumps(body).encode())
+    url = f"http://127.0.0.1:{port}/api/v1/{path}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
@@ -144,7 +145,7 @@ _PGBENCH = """
 INSERT INTO timers (shard_id, row_type, row_format, timer_execute_at, timer_uuid_high, timer_uuid_low,
   timer_namespace, timer_id, timer_generation, timer_scheduled_at, timer_created_at, timer_attempts,
   timer_callback_url, timer_payload)
-VALUES (:id % 16, 2, 1, now() + interval '30 days', :id, :id, 'pgbench', 'bench-' || :id, 1,
+VALUES (:id::bigint % 16, 2, 1, now() + interval '30 days', :id::bigint, 17, 'pgbench', 'bench-' || :id::bigint, 1,
   now() + interval '30 days', now(), 0, 'http://127.0.0.1:18900/hook', '{"order":17,"kind":"expire"}');
 """
 

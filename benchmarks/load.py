@@ -89,7 +89,8 @@ class CreateRun:
 
     def learn_the_way(self) -> None:
         """Who owns the shards of the namespace `default`."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self.ports[0]}/api/v1/cluster/map", b"{}")
+        url = f"http://127.0.0.1:{self.ports[0]}/api/v1/cluster/map"
+        request = urllib.request.Request(url, b"{}", {"content-type": "application/json"})
         with urllib.request.urlopen(request) as answer:
             found = json.load(answer)
         ports = [int(address.rpartition(":")[2]) for address in found["instances"]]

@@ -1,39 +1,54 @@
-"""The composition root: the only file that builds everything; signals and drain."""
+"""The composition root: the only file that builds everything; its address, signals and drain."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import ipaddress
 import signal
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
-from duetime.api.app import Api
-from duetime.api.auth import check_binding, is_loopback
+from msgspec import Struct
+
+from duetime.api.app import TEXT, Api
+from duetime.api.auth import check_binding, is_loopback, split_listen
 from duetime.clock import Clock, SystemClock
-from duetime.config import Config
+from duetime.config import Config, split_advertise
 from duetime.deliveries.webhook import Webhook
 from duetime.delivery import Deliverer, Router
 from duetime.engine import Engine
-from duetime.errors import SetupError
-from duetime.http_server import HttpServer, serve_http
+from duetime.errors import NotReady, SetupError
+from duetime.http_server import HttpServer, Request, Response, bind_sockets, problem_response, serve_http
 from duetime.peer_calls import HttpPeers
 from duetime.peers import Peers
 from duetime.service import Service
 from duetime.store import Store, open_store
 from duetime.telemetry import Telemetry, log, set_up_logging
 
-__all__ = ["App", "run"]
+__all__ = ["READY", "App", "Worker", "bind_listener", "own_address", "run"]
+
+READY: Final = b"R"  # what a worker says to its parent when it serves
 
 
 class App:
-    """One instance: `start` it, use `address`, `stop` it."""
+    """One instance: `start` it, use `address`, `stop` it.
 
-    def __init__(self, config: Config, *, clock: Clock | None = None) -> None:
+    `worker`: it is the n-th of several that share `server.listen`, and has a listener of its own beside it.
+    """
+
+    def __init__(self, config: Config, *, clock: Clock | None = None, worker: int | None = None) -> None:
         check_binding(config)
         self.config = config
         self.telemetry = Telemetry()
+        self.advertised = ""  # where the other instances reach this one
+        self._worker = worker
         self._clock = clock or SystemClock()
+        # The address that is shared with other workers: listened on only while this instance can serve.
+        self._shared: list[socket.socket] | list[asyncio.Server] = []
         self._store: Store | None = None
         self._deliverer: Deliverer | None = None
         self._peers: Peers | None = None
@@ -43,7 +58,8 @@ class App:
     @property
     def address(self) -> tuple[str, int]:
         assert self._server is not None, "not started"
-        return self.config.server.listen.rpartition(":")[0], self._server.port
+        host, _, port = self.config.server.listen.rpartition(":")
+        return host, int(port) if self._worker is not None else self._server.port
 
     async def start(self) -> None:
         try:
@@ -54,39 +70,59 @@ class App:
 
     async def _start(self) -> None:
         config = self.config
+        # The listener first: its port is part of the address the others are told, and a busy one is to be known
+        # before anything else is touched. Until the engine has started it answers 503.
+        shared = self._shared = self._bind_shared()
+        server = self._server = await self._listen()
+        self.advertised = own_address(config, server.port, worker=self._worker)
         store = self._store = open_store(config.store.url)  # from here on `stop` closes it, also half open
         await store.migrate()
         await store.open()
         webhook = Webhook(config, self._clock, loopback_allowed=is_loopback(config.server.listen))
         self._deliverer = Router({"http": webhook, "https": webhook})
-        engine = Engine(config, store, self._deliverer, self._clock, self.telemetry, address=config.server.listen)
+        engine = Engine(config, store, self._deliverer, self._clock, self.telemetry, address=self.advertised)
         self._peers = HttpPeers(lambda: engine.membership.instance_id)
         service = Service(config, engine, store, self._deliverer, self._peers)
         await service.create_default_namespace()
         self._engine = engine
         await engine.start()
-        api = Api(service, config, self.telemetry)
-        host, _, port = config.server.listen.rpartition(":")
+        server.handler = Api(service, config, self.telemetry).handle
+        self._shared = await server.listen_on(shared)
+
+    def _bind_shared(self) -> list[socket.socket]:
+        return [] if self._worker is None else bind_listener(self.config.server.listen, reuse_port=True)
+
+    async def _listen(self) -> HttpServer:
+        config = self.config.server
+        sockets = bind_listener(config.listen if self._worker is None else worker_listen(self.config, self._worker))
         try:
-            self._server = await serve_http(
-                api.handle,
-                host.strip("[]"),
-                int(port),
-                body_bytes_max=config.server.request_bytes_max,
-                connections_max=config.server.connections_max,
-                idle_timeout_ms=config.server.idle_timeout.ms,
+            return await serve_http(
+                _not_ready,
+                sockets=sockets,
+                body_bytes_max=config.request_bytes_max,
+                connections_max=config.connections_max,
+                idle_timeout_ms=config.idle_timeout.ms,
             )
-        except OSError as error:
-            raise SetupError(f"cannot listen on {config.server.listen}: {error.strerror or error}") from None
+        except OSError as error:  # another process bound it at the same time, and was the first to listen
+            for sock in sockets:
+                sock.close()
+            raise _cannot_listen(config.listen, error) from None
 
     async def stop(self) -> None:
         """Stop intake, let what is in flight land, settle, commit, release, sign off."""
         if self._engine is not None:
             self._engine.stopping = True
+        while self._shared:
+            self._shared.pop().close()  # the other workers go on there
+        if self._engine is not None:
+            has_others = self._engine.started and len(self._engine.membership.alive) > 1
+            await self._engine.stop()
+            if has_others:
+                # They learn at their next heartbeat who has our shards now. What they still send here is refused
+                # for certain; if nobody listened, or a connection were cut, its sender could only call it unknown.
+                await asyncio.sleep(2 * self.config.engine.heartbeat_interval.seconds)
         if self._server is not None:
             await self._server.close(self.config.server.drain_timeout.ms)
-        if self._engine is not None:
-            await self._engine.stop()
         if self._peers is not None:
             await self._peers.close()
         if self._deliverer is not None:
@@ -96,28 +132,121 @@ class App:
         self._server = self._engine = self._peers = self._deliverer = self._store = None
 
 
-def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once. Answers the exit code."""
-    set_up_logging(config.log.level, config.log.format)
+async def _not_ready(request: Request) -> Response:
+    """What is answered before there is an engine to ask."""
+    if request.path == "/healthz":
+        return Response(200, b"alive\n", TEXT)
+    later = (("retry-after", str(NotReady.retry_after_seconds)),)
+    if request.path == "/readyz":
+        return Response(503, b"not ready: starting\n", TEXT, later)
+    return problem_response(503, NotReady.code, "this instance is starting; nothing was applied", later)
+
+
+# --- addresses -----------------------------------------------------------------------------------
+
+
+def bind_listener(listen: str, *, reuse_port: bool = False) -> list[socket.socket]:
+    """The sockets of a "host:port", bound."""
+    try:
+        return bind_sockets(*split_listen(listen), reuse_port=reuse_port)
+    except OSError as error:
+        raise _cannot_listen(listen, error) from None
+
+
+def worker_listen(config: Config, worker: int) -> str:
+    """What the n-th worker alone listens on, n from 1."""
+    first = config.cluster.worker_ports
+    return f"{config.server.listen.rpartition(':')[0]}:{first and first + worker - 1}"
+
+
+def _cannot_listen(listen: str, error: OSError) -> SetupError:
+    return SetupError(f"cannot listen on {listen}: {error.strerror or error}")
+
+
+Way = Callable[[socket.AddressFamily], str]
+
+
+def own_address(config: Config, port: int, *, worker: int | None = None, ways: Sequence[Way] | None = None) -> str:
+    """Where other instances reach the listener at this port: as configured, else as well as can be told.
+
+    `ways` to find this machine's address, where the listener takes all it has; each may raise OSError.
+    """
+    host, _ = split_listen(config.server.listen)
+    if config.cluster.advertise:
+        host, first = split_advertise(config.cluster.advertise)
+        port = port if first is None else first + (worker or 1) - 1
+    elif host in ("0.0.0.0", "::"):
+        family = socket.AF_INET if host == "0.0.0.0" else socket.AF_INET6
+        host = _machine_address(family, (_by_route, _by_name) if ways is None else ways)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _machine_address(family: socket.AddressFamily, ways: Sequence[Way]) -> str:
+    for way in ways:
+        try:
+            found = ipaddress.ip_address(way(family))
+        except (OSError, ValueError):
+            continue
+        if not (found.is_loopback or found.is_unspecified or found.is_link_local):
+            return str(found)
+    log.warning("no address of this machine was found: other machines cannot reach it. Set cluster.advertise")
+    return "127.0.0.1" if family == socket.AF_INET else "::1"
+
+
+def _by_route(family: socket.AddressFamily) -> str:
+    """The address this machine would send from, to an address kept for documentation. Nothing is sent."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1" if family == socket.AF_INET else "2001:db8::1", 9))
+        return str(probe.getsockname()[0])
+
+
+def _by_name(family: socket.AddressFamily) -> str:
+    return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+
+class Worker(Struct, frozen=True):
+    """One of several processes of a parent (workers.py): its number, from 1, and its end of the line to the parent."""
+
+    number: int
+    line: socket.socket
+
+
+def run(config: Config, worker: Worker | None = None) -> int:
+    """Serve until told to stop, then drain. Answers the exit code.
+
+    Alone: until SIGTERM or SIGINT, a second one ends at once. A worker: until SIGTERM or the end of its line.
+    """
+    set_up_logging(config.log.level, config.log.format, worker=None if worker is None else worker.number)
     # The writer thread must not wait 5 ms for the event loop to hand it the interpreter after each statement.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config))
+        return runner.run(_serve(config, worker))
 
 
-async def _serve(config: Config) -> int:
-    app = App(config)
+async def _serve(config: Config, worker: Worker | None) -> int:
+    app = App(config, worker=None if worker is None else worker.number)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop_or_die, stop)
+    if worker is None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _stop_or_die, stop)
+    else:
+        # The parent counts signals: a worker may get the same one from several sides, which is no hurry.
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        worker.line.setblocking(False)
+        loop.add_reader(worker.line, _hung_up, loop, worker.line, stop)
     await app.start()
     # What is here now stays: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
-    host, port = app.address
-    log.info("serving on http://%s:%d, store %s", host, port, config.store.url.partition("?")[0].rpartition("@")[2])
+    if worker is not None:
+        with contextlib.suppress(OSError):  # nobody there any more: the end of the line says so too
+            worker.line.send(READY)
+    log.info("serving on http://%s:%d%s", *app.address, _rest(app))
     await stop.wait()
     log.info("stopping: letting what is in flight land")
     await app.stop()
@@ -125,10 +254,28 @@ async def _serve(config: Config) -> int:
     return 0
 
 
+def _rest(app: App) -> str:
+    """What else there is to know about where it serves."""
+    assert app._store is not None
+    alone = app._store.capabilities.exclusive or app.advertised == "{}:{}".format(*app.address)
+    elsewhere = "" if alone else f"; the others reach it at {app.advertised}"
+    return f", store {shown_store(app.config)}{elsewhere}"
+
+
+def shown_store(config: Config) -> str:
+    return config.store.url.partition("?")[0].rpartition("@")[2]
+
+
 def _stop_or_die(stop: asyncio.Event) -> None:
     if stop.is_set():
         log.warning("asked twice: ending at once")
         raise SystemExit(1)
+    stop.set()
+
+
+def _hung_up(loop: asyncio.AbstractEventLoop, line: socket.socket, stop: asyncio.Event) -> None:
+    """The parent says nothing on the line: it has ended, or wants us to."""
+    loop.remove_reader(line)
     stop.set()
 
 

@@ -6,6 +6,7 @@ read at start, so it cannot drift. Unknown keys and wrong types are errors that 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tomllib
@@ -21,7 +22,7 @@ from duetime.errors import SetupError
 from duetime.model import SHARDS_MAX
 from duetime.timetext import format_duration, parse_duration
 
-__all__ = ["Config", "load_config", "shown"]
+__all__ = ["Config", "load_config", "shown", "split_advertise"]
 
 # Read by the command line and the clients, not settings of the server.
 _CLIENT_VARIABLES = frozenset({"DUETIME_URL", "DUETIME_TOKEN", "DUETIME_CONFIG"})
@@ -55,10 +56,16 @@ AtLeast0 = Annotated[int, Meta(ge=0)]
 
 class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     listen: str
+    workers: AtLeast1
     request_bytes_max: AtLeast1
     connections_max: AtLeast1
     idle_timeout: Duration
     drain_timeout: Duration
+
+
+class Cluster(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    advertise: str
+    worker_ports: Annotated[int, Meta(ge=0, le=65_535)]
 
 
 class StoreConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -121,6 +128,7 @@ class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     server: Server
     store: StoreConfig
+    cluster: Cluster
     namespaces: Namespaces
     engine: EngineConfig
     delivery: Delivery
@@ -258,6 +266,30 @@ def _duration(kind: type, value: Any) -> Any:
     return Duration(parse_duration(value))
 
 
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
+
+
+def split_advertise(text: str) -> tuple[str, int | None]:
+    """ "10.0.0.5:8463" or "[fd00::5]:8463" as host and port; the host may stand alone. ValueError: neither."""
+    try:
+        return _reachable(str(ipaddress.ip_address(text))), None
+    except ValueError:
+        host, colon, port = text.rpartition(":") if re.search(r":\d+$", text) else (text, "", "")
+    if host.startswith("[") and host.endswith("]"):
+        host = str(ipaddress.IPv6Address(host[1:-1]))
+    elif _HOST.fullmatch(host) is None:
+        raise ValueError(text)
+    if colon and not 1 <= int(port) <= 65_535:
+        raise ValueError(text)
+    return _reachable(host), int(port) if colon else None
+
+
+def _reachable(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        raise ValueError(host)
+    return host
+
+
 def _check(config: Config) -> None:
     engine, delivery = config.engine, config.delivery
     positive = {
@@ -283,9 +315,42 @@ def _check(config: Config) -> None:
         if is_wrong:
             path, _, rule = must_be.partition(": ")
             raise SetupError(f"configuration: {path} must be {rule}")
+    _check_cluster(config)
     for token in config.auth.tokens:
         unknown = set(token.verbs) - {"read", "write", "admin"}
         if unknown:
             raise SetupError(f"configuration: auth.tokens: {token.name}: unknown verbs {', '.join(sorted(unknown))}")
         if re.fullmatch("[0-9a-fA-F]{64}", token.sha256) is None:
             raise SetupError(f"configuration: auth.tokens: {token.name}: sha256 must be 64 hex digits")
+
+
+def _check_cluster(config: Config) -> None:
+    advertise, first, count = config.cluster.advertise, config.cluster.worker_ports, config.server.workers
+    port: int | None = None
+    if advertise:
+        try:
+            port = split_advertise(advertise)[1]
+        except ValueError:
+            raise SetupError(
+                f"configuration: cluster.advertise must be an address others can reach, host:port or the host alone, "
+                f"not {advertise!r}"
+            ) from None
+    if count == 1:
+        return
+    last = first + count - 1
+    if last > 65_535:
+        raise SetupError(f"configuration: cluster.worker_ports must leave room for {count} workers up to port 65535")
+    if first and re.search(r":\d{1,5}$", config.server.listen):
+        shared = int(config.server.listen.rpartition(":")[2])
+        if first <= shared <= last:
+            raise SetupError(
+                f"configuration: cluster.worker_ports must be other ports than that of server.listen: "
+                f"{first} to {last} hold {shared}"
+            )
+    if port is not None and not first:
+        raise SetupError(
+            "configuration: cluster.advertise must be a host without a port where there are several workers at any "
+            "free ports, or cluster.worker_ports must say which"
+        )
+    if port is not None and port + count - 1 > 65_535:
+        raise SetupError(f"configuration: cluster.advertise must leave room for {count} workers up to port 65535")

@@ -34,7 +34,7 @@ _CLAIMS_PER_CALL = 256
 _PURGED_PER_CALL = 1_000
 _PURGE_ROUND_SECONDS = 60
 _BALANCE_EVERY_MS = 5_000  # when everything is where it should be
-_NAMESPACES_EVERY_MS = 5_000
+_NAMESPACES_EVERY_MS = 2_000
 _RECOVERY_PAUSE_SECONDS = 0.05
 # Deliveries made but not yet on disk would be made again after a crash: beyond this many, no more are started.
 _UNSETTLED_MAX = 4_000
@@ -94,6 +94,7 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._shared_balance = Shared(self._balance)
         self._settled = False  # as last read, every shard is where it should be
+        self._look_trouble = Trouble("could not look at the cluster", "the cluster is in sight again")
         self._recovery_trouble = Trouble("shards are not recovered yet", "shards are recovered")
         self._balanced_at_ms = 0
         self._namespaces_at_ms = 0
@@ -350,8 +351,11 @@ class Engine:
         interval = self._config.engine.heartbeat_interval.seconds
         alone = self._store.capabilities.exclusive
         dead = False
+        looked = True
         while True:
-            await asyncio.sleep(self._until_next_look(interval))
+            # Whose death is near is looked at sooner; but a store that is away is asked no more often than ever.
+            await asyncio.sleep(self._until_next_look(interval) if looked else interval)
+            looked = False
             try:
                 if dead:
                     # A join that fails half-way may have let a claim through: nothing outlives a name.
@@ -364,13 +368,15 @@ class Engine:
                     self._spawn(self._release([s for s in self.shards.values() if not s.closing]))
                 if not alone and (await self.membership.observe() or not self._settled):
                     await self.balance()
+                looked = True
+                self._look_trouble.is_over()
             except MemberDead:
                 # Whatever we held is another's. Begin again, under a new name.
                 log.error("this instance was declared dead: dropping its shards and joining again")
                 self._drop_all()
                 dead = True
             except StoreError as error:
-                log.warning("could not look at the cluster: %s", error)
+                self._look_trouble.goes_on(error, self.clock.boot_ms())
             self.fire_loop.wake()
 
     def _until_next_look(self, interval: float) -> float:

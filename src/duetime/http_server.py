@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
+import socket
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 from ssl import SSLContext
-from typing import cast
+from typing import Any, cast
 
 import httptools
 
@@ -28,7 +31,7 @@ from duetime.clock import Clock, SystemClock
 from duetime.errors import DuetimeError
 from duetime.wire import encode_problem, problem_of
 
-__all__ = ["Handler", "HttpServer", "Request", "Response", "serve_http"]
+__all__ = ["Handler", "HttpServer", "Request", "Response", "bind_sockets", "problem_response", "serve_http"]
 
 log = logging.getLogger("duetime.http")
 
@@ -98,20 +101,67 @@ class Response:
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+def bind_sockets(host: str, port: int, *, reuse_port: bool = False) -> list[socket.socket]:
+    """Sockets of our own at every address the host has, all at one port. None of them listens yet.
+
+    Port 0: any free one. `reuse_port`: several processes may listen there, and share the connections.
+    """
+    found = dict.fromkeys(socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+    bound: list[socket.socket] = []
+    try:
+        for family, _, _, _, address in found:
+            try:
+                sock = _bound(family, (address[0], port, *address[2:]), reuse_port)
+            except OSError as error:
+                # "localhost" has an IPv6 address also where IPv6 is switched off.
+                if error.errno not in _NO_SUCH_ADDRESS or len(found) == 1:
+                    raise
+                continue
+            bound.append(sock)
+            port = sock.getsockname()[1]
+        if not bound:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    except OSError:
+        for sock in bound:
+            sock.close()
+        raise
+    return bound
+
+
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def _bound(family: int, address: tuple[Any, ...], reuse_port: bool) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # Windows means something else by it
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:  # or "::" would take the IPv4 port as well
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 async def serve_http(
     handler: Handler,
-    host: str,
-    port: int,
+    host: str = "",
+    port: int = 0,
     *,
+    sockets: Sequence[socket.socket] | None = None,
     body_bytes_max: int,
     connections_max: int,
     idle_timeout_ms: int,
     ssl: SSLContext | None = None,
     clock: Clock | None = None,
 ) -> HttpServer:
-    """Listen. Port 0: any free one, see `.port`."""
+    """Listen. Port 0: any free one, see `.port`. `sockets`: bound ones, instead of host and port."""
     server = HttpServer(handler, body_bytes_max, connections_max, idle_timeout_ms, clock or SystemClock())
-    await server._listen(host, port, ssl)
+    await server.listen_on(bind_sockets(host, port) if sockets is None else sockets, ssl)
     return server
 
 
@@ -134,20 +184,26 @@ class HttpServer:
         self._clock = clock
         self._quiet = asyncio.Event()
         self._sweep_handle: asyncio.TimerHandle | None = None
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
 
-    async def _listen(self, host: str, port: int, ssl: SSLContext | None) -> None:
+    async def listen_on(self, sockets: Sequence[socket.socket], ssl: SSLContext | None = None) -> list[asyncio.Server]:
+        """Accept connections there too. The sockets are the server's from here on; a listener may be closed early."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(
-            lambda: _Connection(self, loop),
-            host,
-            port,
-            ssl=ssl,
-            backlog=1_024,
-            ssl_handshake_timeout=HANDSHAKE_SECONDS if ssl else None,
-        )
-        self.port = self._listener.sockets[0].getsockname()[1]
-        self._sweep(loop)
+        listeners: list[asyncio.Server] = []
+        for sock in sockets:
+            listener = await loop.create_server(
+                lambda: _Connection(self, loop),
+                sock=sock,
+                ssl=ssl,
+                backlog=1_024,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS if ssl else None,
+            )
+            listeners.append(listener)
+            self._listeners.append(listener)
+        if self._sweep_handle is None:
+            self.port = sockets[0].getsockname()[1]
+            self._sweep(loop)
+        return listeners
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         self.sweeps += 1
@@ -164,8 +220,8 @@ class HttpServer:
     async def close(self, drain_ms: int = 0) -> None:
         """Accept nothing new, let running requests finish for up to `drain_ms`, then cut what is left."""
         self.stopping = True
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for connection in list(self.connections):
             connection.stop()
         self.gone()

@@ -26,6 +26,10 @@ class Namespaces:
         """Without waiting; the deleted ones too, because their last timers still need their policies."""
         return self._by_name.get(name)
 
+    def all_known(self) -> list[Namespace]:
+        """Without waiting; the deleted ones are left out."""
+        return [namespace for namespace in self._by_name.values() if not namespace.deleted]
+
     async def get(self, name: str) -> Namespace:
         namespace = self._by_name.get(name)
         if namespace is None or namespace.deleted:
@@ -37,7 +41,7 @@ class Namespaces:
 
     async def all(self) -> list[Namespace]:
         await self.refresh()
-        return [namespace for namespace in self._by_name.values() if not namespace.deleted]
+        return self.all_known()
 
     async def create(self, namespace: Namespace) -> Namespace:
         """Make it, with the shards it needs. `num_shards` outlives a deletion: timers may still be there."""

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
 from typing import Final
 
+import msgspec
+
 from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, Unserved
 from duetime.http_client import Answer, HttpClient, HttpError, parse_target, request_head
 from duetime.model import InstanceStatus
@@ -31,6 +33,7 @@ from duetime.peer_wire import (
 )
 from duetime.peers import CreateOrder, Forward, OrderAnswer, Peer
 from duetime.telemetry import log
+from duetime.wire import ProblemJson
 
 __all__ = ["HttpPeers"]
 
@@ -71,7 +74,7 @@ class HttpPeers:
         except HttpError as error:
             raise Unserved(error.reason) from None
         if answer is None or answer.status != 200:
-            raise Unserved("it does not know us" if answer is None else _refusal(answer))
+            raise Unserved("the connection broke before the answer" if answer is None else _refusal(answer))
         return decode_status(answer.body)
 
     async def close(self) -> None:
@@ -99,7 +102,11 @@ _target = lru_cache(1_024)(lambda address, path: parse_target(f"http://{address}
 
 
 def _refusal(answer: Answer) -> str:
-    return f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace').strip()}"
+    try:
+        said = msgspec.json.decode(answer.body, type=ProblemJson).detail
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # no instance of ours
+        said = answer.body[:200].decode(errors="replace").strip()
+    return f"HTTP {answer.status}: {said}"
 
 
 # --- the orders for one instance -----------------------------------------------------------------

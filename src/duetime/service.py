@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from collections.abc import Sequence
 from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import UNSET
 
-from duetime import __version__
+from duetime import status
 from duetime.config import Config
 from duetime.delivery import Deliverer
 from duetime.engine import Engine
@@ -36,11 +37,10 @@ from duetime.model import (
     Created,
     Ending,
     InstanceStatus,
-    MemberStatus,
     Namespace,
     NamespaceSpec,
     Position,
-    ShardStatus,
+    ShardMap,
     State,
     Timer,
     TimerFilter,
@@ -79,6 +79,9 @@ __all__ = ["Service"]
 _TAKEN_MAX = 10_000
 # A shard that is between two owners has a new one within this time, normally; wishes about it wait so long.
 _PATIENCE_MS = 2_000
+# After a namespace was marked deleted: every instance has read it again, or has lost its shards.
+_WORD_GETS_ROUND_SECONDS = 4.0
+_ADMITTED_IS_WRITTEN_SECONDS = 0.25
 _PAUSE_FIRST_SECONDS = 0.02
 _PAUSE_MAX_SECONDS = 0.25
 
@@ -247,7 +250,8 @@ class Service:
             try:
                 return await self._try_at_owner(shard_id, order)
             except NotOwner:  # certainly not applied: the shard has moved, or is moving
-                if not engine.started or engine.stopping:
+                alone = len(engine.membership.alive) <= 1
+                if not engine.started or (engine.stopping and alone):
                     raise NotReady from None
                 if self._clock.boot_ms() >= deadline_ms:
                     raise
@@ -267,7 +271,14 @@ class Service:
         if row is None or owner is None or owner.instance_id == self._engine.membership.instance_id:
             raise NotOwner
         peer = Peer(owner.instance_id, owner.address, owner.secret)
-        return await self._peers.forward(peer, Forward(self._engine.new_id(), shard_id, row.version, order))
+        forward = Forward(self._engine.new_id(), shard_id, row.version, order)
+        try:
+            answer = await self._peers.forward(peer, forward)
+        except DuetimeError as error:
+            self._telemetry.forwards.add(error.code)
+            raise
+        self._telemetry.forwards.add("ok")
+        return answer
 
     async def _carry_out(self, shard: Shard, order: Order) -> OrderAnswer:
         match order:
@@ -317,6 +328,9 @@ class Service:
         """At the first start. A configuration that contradicts what is stored is refused: shards never move."""
         num_shards = self._config.namespaces.default_num_shards
         await self._namespaces.refresh()
+        if self._namespaces.known(DEFAULT_NAMESPACE) is None:
+            with contextlib.suppress(Conflict):  # another instance starts at the same time, and was quicker
+                await self.create_namespace(NamespaceSpec(name=DEFAULT_NAMESPACE, num_shards=num_shards))
         known = self._namespaces.known(DEFAULT_NAMESPACE)
         if known is not None and known.num_shards != num_shards:
             raise SetupError(
@@ -324,8 +338,6 @@ class Service:
                 "the number of shards of a namespace never changes",
                 field="namespaces.default_num_shards",
             )
-        if known is None:
-            await self.create_namespace(NamespaceSpec(name=DEFAULT_NAMESPACE, num_shards=num_shards))
 
     async def create_namespace(self, spec: NamespaceSpec) -> Namespace:
         if not 1 <= len(spec.name.encode()) <= ID_BYTES_MAX or "\0" in spec.name:
@@ -368,17 +380,30 @@ class Service:
         old = await self._namespaces.get(name)
         if name == DEFAULT_NAMESPACE:
             raise Conflict("The namespace `default` stays", field="namespace", code="namespace_in_use")
+        await self._refuse_if_used(old)
+        gone = await self._namespaces.replace(_replace(old, revision=old.revision + 1, deleted=True), old)
+        # What was admitted before the word got round is on disk by then; if there is such a timer, it stays.
+        others = len(self._engine.membership.alive) > 1
+        await asyncio.sleep(_WORD_GETS_ROUND_SECONDS if others else _ADMITTED_IS_WRITTEN_SECONDS)
+        try:
+            await self._refuse_if_used(gone)
+        except Conflict:
+            await self._namespaces.replace(_replace(gone, revision=gone.revision + 1, deleted=False), gone)
+            raise
+
+    async def _refuse_if_used(self, namespace: Namespace) -> None:
         after: Position | None = BEFORE_ALL
         while after is not None:
             listing = await self._store.list_timers(
-                ListQuery(namespace=name, num_shards=old.num_shards, after=after, limit=1)
+                ListQuery(namespace=namespace.name, num_shards=namespace.num_shards, after=after, limit=1)
             )
             if listing.timers:
                 raise Conflict(
-                    f"Namespace {name!r} still has scheduled timers", field="namespace", code="namespace_in_use"
+                    f"Namespace {namespace.name!r} still has scheduled timers",
+                    field="namespace",
+                    code="namespace_in_use",
                 )
             after = listing.next
-        await self._namespaces.replace(_replace(old, revision=old.revision + 1, deleted=True), old)
 
     def _with(self, namespace: Namespace, spec: NamespaceSpec) -> Namespace:
         changes = {
@@ -401,74 +426,25 @@ class Service:
         """None: ready. Otherwise why not, in a sentence."""
         return self._engine.readiness()
 
-    def instance_status(self) -> InstanceStatus:
-        """How this instance is doing."""
-        engine, lateness = self._engine, self._telemetry.lateness
-        reason = engine.readiness()
-        p50, p99 = lateness.quantile(0.5), lateness.quantile(0.99)
-        return InstanceStatus(
-            instance_id=engine.membership.instance_id,
-            version=__version__,
-            ready=reason is None,
-            reason=reason,
-            lease_ms=engine.membership.lease_ms,
-            clock_skew_ms=engine.membership.skew_ms,
-            shards=len(engine.shards),
-            in_memory=sum(len(shard.entries) for shard in engine.shards.values()),
-            in_flight=engine.fire_loop.flow.in_flight,
-            held=engine.fire_loop.flow.waiting,
-            writes_waiting=engine.writes_waiting,
-            oldest_due_ms=engine.fire_loop.oldest_due_ms(engine.membership.now_ms()),
-            lateness_p50_ms=None if p50 is None else p50 * 1_000,
-            lateness_p99_ms=None if p99 is None else p99 * 1_000,
+    def shard_map(self) -> ShardMap:
+        """Who owns what, as this instance knows it: from memory alone."""
+        members, rows = self._engine.membership.alive.values(), self._engine.rows
+        index: dict[str | None, int] = {member.instance_id: number for number, member in enumerate(members)}
+        return ShardMap(
+            addresses=tuple(member.address for member in members),
+            instance_ids=tuple(member.instance_id for member in members),
+            owners=tuple([index.get(rows[shard_id].owner_id) for shard_id in range(len(rows))]),
+            num_shards={namespace.name: namespace.num_shards for namespace in self._namespaces.all_known()},
         )
 
-    async def cluster_status(self) -> ClusterStatus:
-        engine = self._engine
-        membership, lateness = engine.membership, self._telemetry.lateness
-        rows = await self._store.shards()
-        members = await self._store.members()
-        reason = engine.readiness()
-        owned: dict[str | None, int] = {}
-        for row in rows:
-            owned[row.owner_id] = owned.get(row.owner_id, 0) + 1
-        p50, p99 = lateness.quantile(0.5), lateness.quantile(0.99)
-        return ClusterStatus(
-            instance_id=membership.instance_id,
-            version=__version__,
-            store=self._store.capabilities.name,
-            ready=reason is None,
-            reason=reason,
-            lease_ms=membership.lease_ms,
-            clock_skew_ms=membership.skew_ms,
-            members=tuple(
-                MemberStatus(
-                    instance_id=member.instance_id,
-                    address=member.address,
-                    alive=member.alive,
-                    self_=member.instance_id == membership.instance_id,
-                    shards=owned.get(member.instance_id, 0),
-                )
-                for member in members
-            ),
-            shards=tuple(
-                ShardStatus(
-                    shard_id=row.shard_id,
-                    version=row.version,
-                    owner_id=row.owner_id,
-                    owner_address=row.owner_address,
-                    in_memory=None if (shard := engine.shards.get(row.shard_id)) is None else len(shard.entries),
-                    horizon_ms=None if shard is None else max(0, shard.horizon.execute_at_ms),
-                )
-                for row in rows
-            ),
-            in_memory=sum(len(shard.entries) for shard in engine.shards.values()),
-            in_flight=engine.fire_loop.flow.in_flight,
-            held=engine.fire_loop.flow.waiting,
-            writes_waiting=engine.writes_waiting,
-            oldest_due_ms=engine.fire_loop.oldest_due_ms(membership.now_ms()),
-            lateness_p50_ms=None if p50 is None else p50 * 1_000,
-            lateness_p99_ms=None if p99 is None else p99 * 1_000,
+    def instance_status(self) -> InstanceStatus:
+        """How this instance is doing."""
+        return status.instance_status(self._engine)
+
+    async def cluster_status(self, *, with_shards: bool = False) -> ClusterStatus:
+        """How the whole cluster is doing, by what its living members say of themselves."""
+        return await status.cluster_status(
+            self._engine, self._store, self._peers, self._config.engine, with_shards=with_shards
         )
 
 

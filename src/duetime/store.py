@@ -248,6 +248,8 @@ class Store(Protocol):
 _ADAPTERS = {
     "sqlite": "duetime.stores.sqlite:SqliteStore",
     "memory": "duetime.stores.memory:MemoryStore",
+    "postgresql": "duetime.stores.postgres:PostgresStore",
+    "postgres": "duetime.stores.postgres:PostgresStore",
 }
 
 

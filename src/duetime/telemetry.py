@@ -114,6 +114,9 @@ class Telemetry:
         self.shards_lost = Counter("duetime_shards_lost_total", "Shards lost to another instance by a failed fence.")
         self.reclaims = Counter("duetime_reclaims_total", "Shards claimed again after an unknown outcome.")
         self.heartbeats = Counter("duetime_heartbeats_total", "Heartbeats by result.", "result")
+        self.forwards = Counter(
+            "duetime_forwards_total", "Writes handed on to the instance that owns their shard, by result.", "result"
+        )
         self.lateness = Histogram(
             "duetime_late_by_seconds", "Start of the first attempt minus the time asked for.", LATENESS_SECONDS
         )
@@ -165,11 +168,16 @@ class Trouble:
 
 
 class _JsonLines(logging.Formatter):
+    def __init__(self, worker: int | None) -> None:
+        super().__init__()
+        self._of_worker = {} if worker is None else {"worker": worker}
+
     def format(self, record: logging.LogRecord) -> str:
-        entry = {
+        entry: dict[str, str | int] = {
             "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
             "logger": record.name,
+            **self._of_worker,
             "message": record.getMessage(),
         }
         if record.exc_info:
@@ -177,11 +185,12 @@ class _JsonLines(logging.Formatter):
         return msgspec.json.encode(entry).decode()
 
 
-def set_up_logging(level: str, format: str) -> None:
+def set_up_logging(level: str, format: str, *, worker: int | None = None) -> None:
+    """`worker`: the number that each line carries, where several processes write to one place."""
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        _JsonLines() if format == "json" else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
-    )
+    of_worker = "" if worker is None else f"worker {worker}: "
+    text = logging.Formatter(f"%(asctime)s %(levelname)-7s {of_worker}%(message)s")
+    handler.setFormatter(_JsonLines(worker) if format == "json" else text)
     log.handlers[:] = [handler]
     log.setLevel(level.upper())
     log.propagate = False

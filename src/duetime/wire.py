@@ -313,6 +313,12 @@ class EmptyJson(_Request):
     """Nothing: `{}`, or no body at all."""
 
 
+class ClusterQueryJson(_Request):
+    """How much to tell. No body at all means `{}`."""
+
+    shards: Annotated[bool, Meta(description="true: list every shard with its owner; there may be thousands.")] = False
+
+
 # --- answers -----------------------------------------------------------------------------------
 
 
@@ -440,12 +446,57 @@ class EmptyAnswer(_Answer):
     """Nothing: it was done."""
 
 
-class MemberJson(_Answer):
+class HeldForJson(_Answer, kw_only=True):
+    """A destination that due timers wait for."""
+
+    destination: str
+    held: Annotated[int, Meta(description="Due timers that wait for it.")]
+    in_flight: Annotated[int, Meta(description="Callbacks under way to it.")]
+    failures: Annotated[int, Meta(description="Attempts that failed in a row.")]
+    breaker_open: Annotated[bool, Meta(description="true: it failed so often that it is left alone for a while.")]
+
+
+class MemberJson(_Answer, kw_only=True):
+    """An instance. What only it can know is left out if it is dead or cannot be asked."""
+
     instance_id: str
-    address: str
+    address: Annotated[str, Meta(description="Where the other instances reach it.")]
     alive: bool
     self: Annotated[bool, Meta(description="Is it the instance that answers?")]
     shards: Annotated[int, Meta(description="Shards it owns.")]
+    joined_at: InstantText
+    unreachable: Annotated[str, Meta(description="Alive, but it could not be asked: why.")] | UnsetType = UNSET
+    version: str | UnsetType = UNSET
+    ready: bool | UnsetType = UNSET
+    reason: Annotated[str, Meta(description="Why it is not ready.")] | UnsetType = UNSET
+    lease_ms: Annotated[int, Meta(description="How much longer it may fire.")] | UnsetType = UNSET
+    clock_skew_ms: Annotated[int, Meta(description="Its clock minus the database's.")] | UnsetType = UNSET
+    in_memory: Annotated[int, Meta(description="Timers in memory.")] | UnsetType = UNSET
+    in_flight: Annotated[int, Meta(description="Callbacks under way.")] | UnsetType = UNSET
+    held: Annotated[int, Meta(description="Due timers waiting for their destination.")] | UnsetType = UNSET
+    writes_waiting: int | UnsetType = UNSET
+    oldest_due_ms: (
+        Annotated[int, Meta(description="Age of the oldest due timer not yet fired, held ones included.")] | UnsetType
+    ) = UNSET
+    lateness_p50_ms: float | UnsetType = msgspec.field(name="latenessP50Ms", default=UNSET)
+    lateness_p99_ms: float | UnsetType = msgspec.field(name="latenessP99Ms", default=UNSET)
+    held_for: (
+        Annotated[
+            list[HeldForJson],
+            Meta(
+                description="The destinations with most timers held, at most 5. Told only to those who may see "
+                "every namespace."
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+
+
+class ShardCountsJson(_Answer, kw_only=True):
+    total: int
+    owned: Annotated[int, Meta(description="By a living instance.")]
+    free: Annotated[int, Meta(description="Between two owners; more than seconds is too long.")]
+    of_dead: Annotated[int, Meta(description="Owned by an instance that is dead: about to be claimed by another.")]
 
 
 class ShardJson(_Answer):
@@ -460,26 +511,51 @@ class ShardJson(_Answer):
 
 
 class ClusterStatusJson(_Answer, kw_only=True):
-    """The cluster as one instance sees it. Counts are that instance's own."""
+    """The whole cluster. Its living members were asked, each for a second at most; sums and worst figures are of
+    those that answered."""
 
-    instance_id: str
-    version: str
+    instance_id: Annotated[str, Meta(description="The instance that answers.")]
+    version: Annotated[str, Meta(description="Of the instance that answers.")]
     store: str
-    ready: bool
+    ready: Annotated[bool, Meta(description="Is the instance that answers ready, as `/readyz` says?")]
     reason: Annotated[str, Meta(description="Why it is not ready.")] | UnsetType = UNSET
-    lease_ms: Annotated[int, Meta(description="How much longer this instance may fire.")]
-    clock_skew_ms: Annotated[int, Meta(description="Its clock minus the database's.")]
-    members: list[MemberJson]
-    shards: list[ShardJson]
-    in_memory: Annotated[int, Meta(description="Timers in memory.")]
-    in_flight: Annotated[int, Meta(description="Callbacks under way.")]
-    held: Annotated[int, Meta(description="Due timers waiting for their destination.")]
-    writes_waiting: int
+    clock_skew_max_ms: Annotated[int, Meta(description="An instance whose clock is off by more does not fire.")]
+    dead_after_ms: Annotated[int, Meta(description="An instance silent for longer is declared dead.")]
+    members: Annotated[list[MemberJson], Meta(description="First the living, then at most 100 of the dead.")]
+    shard_counts: ShardCountsJson
+    unowned_shards: Annotated[list[int], Meta(description="Shards that are free or of the dead, at most 100.")]
+    shards: Annotated[list[ShardJson], Meta(description="If asked for.")] | UnsetType = UNSET
+    in_memory: Annotated[int, Meta(description="Timers in memory, all members together.")]
+    in_flight: Annotated[int, Meta(description="Callbacks under way, all members together.")]
+    held: Annotated[int, Meta(description="Due timers waiting for their destination, all members together.")]
+    writes_waiting: Annotated[int, Meta(description="All members together.")]
+    clock_skew_ms: Annotated[int, Meta(description="A member's clock minus the database's, where it is worst.")]
     oldest_due_ms: (
         Annotated[int, Meta(description="Age of the oldest due timer not yet fired, held ones included.")] | UnsetType
     ) = UNSET
-    lateness_p50_ms: float | UnsetType = msgspec.field(name="latenessP50Ms", default=UNSET)
-    lateness_p99_ms: float | UnsetType = msgspec.field(name="latenessP99Ms", default=UNSET)
+    lateness_p50_ms: (
+        Annotated[float, Meta(description="Of the member where it is worst, since it started.")] | UnsetType
+    ) = msgspec.field(name="latenessP50Ms", default=UNSET)
+    lateness_p99_ms: (
+        Annotated[float, Meta(description="Of the member where it is worst, since it started.")] | UnsetType
+    ) = msgspec.field(name="latenessP99Ms", default=UNSET)
+
+
+class ClusterMapJson(_Answer, kw_only=True):
+    """Who owns which shard, as one instance last saw it."""
+
+    instances: Annotated[
+        tuple[str, ...], Meta(description="Addresses of the living.", examples=[["10.0.0.1:8463", "10.0.0.2:8463"]])
+    ]
+    instance_ids: Annotated[
+        tuple[str, ...],
+        Meta(description="Of the same instances. `/healthz` answers the id of the one there as `duetime-instance`."),
+    ]
+    owners: Annotated[
+        tuple[int | None, ...],
+        Meta(description="By shard: the owner's index in `instances`; null: nobody, or not a living one."),
+    ]
+    namespaces: Annotated[dict[str, int], Meta(description="`numShards` of those the token is for.")]
 
 
 # --- errors as problems, and back ----------------------------------------------------------------

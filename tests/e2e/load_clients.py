@@ -1,4 +1,4 @@
-"""Load for tests that break a real server: clients that keep what they were told, and the judgement of it.
+"""Load for tests that break real servers: clients that keep what they were told, and the judgement of it.
 
 Every put carries a value of its own, so that duetime.testing.checker can tell from the receiver's log which
 wish a callback serves.
@@ -9,30 +9,54 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from real_server import RealReceiver, RealServer, until, wall_ms
+import msgspec
+from real_server import until, wall_ms
 
 from duetime.http_client import HttpError
-from duetime.testing.checker import Kind, Result, Wish, judge
+from duetime.testing.checker import Callback, Fault, Kind, Result, Wish, judge, repetitions
 from duetime.timetext import format_instant
 
-__all__ = ["Client", "Load", "new_seed"]
+__all__ = ["Client", "Door", "Load", "Receiver", "new_seed"]
 
 
-def new_seed() -> int:
-    """Another one each time; printed, so that a failure shows it."""
-    seed = random.randrange(2**32)
+class Door(Protocol):
+    """Where wishes go: a RealServer, or a Cluster of them."""
+
+    async def call(self, path: str, body: dict[str, Any], timeout_ms: int = 30_000) -> tuple[int, dict[str, Any]]: ...
+
+
+class Receiver(Protocol):
+    """Who is called, and keeps what it saw."""
+
+    url: str
+    callbacks: list[Callback]
+
+
+def new_seed(given: str | None = None) -> int:
+    """Another one each time, unless one is given; printed, so that a failure shows it."""
+    seed = random.randrange(2**32) if given is None else int(given)
     print(f"seed {seed}")
     return seed
 
 
 class Client:
-    """Creates, replaces, updates and deletes timers of its own, one wish at a time, and keeps the answers."""
+    """Creates, replaces, updates and deletes timers of its own, one wish at a time, and keeps the answers.
 
-    def __init__(self, name: str, server: RealServer, receiver: RealReceiver, rng: random.Random) -> None:
+    `pace_seconds` is the pause between two wishes, on average. `leaves_unknown`: a timer about which a wish has an
+    unknown outcome is left alone from then on. Needed wherever such a wish may still be carried out later, by an
+    instance that is frozen or cut off: the checker takes wishes about one timer to come one after the other.
+    """
+
+    pace_seconds = 0.0
+    timeout_ms = 30_000
+    leaves_unknown = False
+
+    def __init__(self, name: str, server: Door, receiver: Receiver, rng: random.Random) -> None:
         self.name = name
         self.server = server
         self.receiver = receiver
@@ -42,15 +66,21 @@ class Client:
         self.values = 0
         self.stopping = False
         self.wishes: list[Wish] = []
+        self.left: set[str] = set()
+        self.refusals: list[tuple[str, str]] = []  # answers that were neither yes nor no: what kind, and why
 
     async def work(self) -> None:
         while not self.stopping:
             await self.one_wish()
+            if self.pace_seconds:
+                await asyncio.sleep(self.rng.uniform(0, 2 * self.pace_seconds))
 
     async def one_wish(self) -> None:
         old = self.number and self.rng.random() < 0.4
         number = self.rng.randint(max(1, self.number - 20), self.number) if old else self._next()
         timer = f"{self.name}-{number}"
+        if timer in self.left:
+            return
         dice = self.rng.random()
         if old and dice < 0.4:
             await self._delete(timer)
@@ -70,17 +100,23 @@ class Client:
         if path.endswith("create"):
             body["callbackUrl"] = self.receiver.url
         result = await self._ask(path, body)
-        self.wishes.append(Wish(timer, Kind.PUT, asked_at_ms, wall_ms(), result, value, due_ms))
+        self._keep(Wish(timer, Kind.PUT, asked_at_ms, wall_ms(), result, value, due_ms))
 
     async def _delete(self, timer: str) -> None:
         asked_at_ms = wall_ms()
         result = await self._ask("timers/delete", {"timerId": timer})
-        self.wishes.append(Wish(timer, Kind.DELETE, asked_at_ms, wall_ms(), result))
+        self._keep(Wish(timer, Kind.DELETE, asked_at_ms, wall_ms(), result))
+
+    def _keep(self, wish: Wish) -> None:
+        self.wishes.append(wish)
+        if wish.result is Result.INFO and self.leaves_unknown:
+            self.left.add(wish.timer)
 
     async def _ask(self, path: str, body: dict[str, Any]) -> Result:
         try:
-            status, answer = await self.server.call(path, body)
+            status, answer = await self.server.call(path, body, self.timeout_ms)
         except HttpError as error:
+            self.refusals.append(("broken off" if error.sent else "not reached", error.reason))
             if not error.sent:
                 await asyncio.sleep(0.05)  # the server is down
                 return Result.FAIL
@@ -90,13 +126,14 @@ class Client:
         assert status in (200, 429, 503), answer
         if status == 200:
             return Result.OK
+        self.refusals.append((answer["code"], answer["detail"]))
         return Result.INFO if answer["code"] == "outcome_unknown" else Result.FAIL
 
 
 class Load:
     """Several clients at once, and everything they and the receiver have seen."""
 
-    def __init__(self, server: RealServer, receiver: RealReceiver, rng: random.Random, clients: int = 8) -> None:
+    def __init__(self, server: Door, receiver: Receiver, rng: random.Random, clients: int = 8) -> None:
         self.server = server
         self.receiver = receiver
         self.clients = [Client(f"c{n}", server, receiver, random.Random(rng.random())) for n in range(clients)]
@@ -108,6 +145,11 @@ class Load:
     @property
     def results(self) -> Counter[Result]:
         return Counter(wish.result for wish in self.wishes)
+
+    @property
+    def refusals(self) -> list[tuple[str, str]]:
+        """Answers that were neither yes nor no."""
+        return [refusal for client in self.clients for refusal in client.refusals]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -139,9 +181,17 @@ class Load:
 
         await until(is_empty, "nothing is scheduled any more", 60)
 
-    def judge(self, seed: int) -> None:
-        """Nothing lost, nothing early, nothing after an acknowledged delete or replacement."""
-        violations = judge(self.wishes, self.receiver.callbacks)
+    def judge(self, seed: int, faults: Sequence[Fault] | None = None, history: Path | None = None) -> None:
+        """Nothing lost, nothing early, nothing after an acknowledged delete or replacement; with `faults`, nothing
+        repeated without one. If there is, everything that was seen is written to `history`."""
+        callbacks = self.receiver.callbacks
+        violations = judge(self.wishes, callbacks, faults=faults)
         told = ", ".join(f"{count} {result}" for result, count in sorted(self.results.items()))
-        print(f"{told}; {len(self.receiver.callbacks)} callbacks")
-        assert not violations, f"seed {seed}: {len(violations)} violations, the first:\n{violations[0]}"
+        print(f"wishes: {told}; {len(callbacks)} callbacks, {len(repetitions(callbacks))} of them repeated", end="; ")
+        print("no answer:", dict(Counter(kind for kind, _ in self.refusals)))
+        if violations and history is not None:
+            seen = {"faults": faults, "wishes": self.wishes, "callbacks": callbacks}
+            history.write_bytes(msgspec.json.encode(seen))
+            print(f"history: {history}")
+        listed = "\n".join(str(violation) for violation in violations[:5])
+        assert not violations, f"seed {seed}: {len(violations)} violations, the first:\n{listed}"

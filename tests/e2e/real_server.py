@@ -20,16 +20,21 @@ from duetime.http_server import HttpServer, Request, Response, serve_http
 from duetime.testing.checker import Callback
 from duetime.timetext import parse_instant
 
+_given: set[int] = set()
+
 
 def free_port() -> int:
-    """Below the ephemeral range, so that no outgoing connection sits on it."""
+    """Below the ephemeral range, so that no outgoing connection sits on it; never the same one twice."""
     for port in range(20_000 + os.getpid() % 5_000, 32_000):
+        if port in _given:
+            continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
+            _given.add(port)
             return port
     raise RuntimeError("no free port")
 
@@ -65,7 +70,7 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str, within_seco
 
 
 class RealServer:
-    """`duetime serve` on a SQLite file. May be killed and started again, on the same file and port."""
+    """`duetime serve` on a SQLite file, or on another store. May be killed and started again, on the same port."""
 
     def __init__(
         self,
@@ -75,10 +80,12 @@ class RealServer:
         token: str | None = None,
         program: tuple[str, ...] = ("-m", "duetime", "serve"),
         file: Path | None = None,
+        store_url: str | None = None,
         **settings: str,
     ):
         self.folder = folder
         self.file = file or folder / "timers.db"
+        self.store_url = store_url or f"sqlite:///{self.file}"
         self.program = program
         self.arguments = arguments
         self.token = token
@@ -102,7 +109,7 @@ class RealServer:
         """Begin to start, without waiting for what comes of it."""
         settings = {
             "DUETIME_SERVER_LISTEN": f"127.0.0.1:{self.port}",
-            "DUETIME_STORE_URL": f"sqlite:///{self.file}",
+            "DUETIME_STORE_URL": self.store_url,
             **self.settings,
         }
         command = [sys.executable, *self.program, *self.arguments]

@@ -82,12 +82,13 @@ CALLS: dict[str, dict[str, Any]] = {
     "namespaces/get": {"namespace": "orders"},
     "namespaces/list": {},
     "cluster/status": {},
+    "cluster/map": {},
     "timers/update": {**KEY, "payload": 1},
     "timers/createMany": {"timers": []},
     "timers/deleteMany": {"timers": []},
     "namespaces/update": {"namespace": "orders", "requireOk": False},
 }
-READS = {"timers/get", "timers/list", "namespaces/get", "namespaces/list", "cluster/status"}
+READS = {"timers/get", "timers/list", "namespaces/get", "namespaces/list", "cluster/status", "cluster/map"}
 WRITES = {"timers/update", "timers/createMany", "timers/deleteMany"}
 
 

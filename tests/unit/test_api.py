@@ -22,8 +22,14 @@ from duetime.http_server import Request, Response, serve_http
 from duetime.model import (
     ClusterStatus,
     Created,
+    HeldFor,
+    InstanceStatus,
+    MemberStatus,
     Namespace,
     NamespaceSpec,
+    ShardCounts,
+    ShardMap,
+    ShardStatus,
     State,
     Timer,
     TimerFilter,
@@ -34,6 +40,7 @@ from duetime.model import (
     Updated,
     Verdict,
 )
+from duetime.peers import Peer
 from duetime.service import Service
 from duetime.telemetry import Telemetry
 
@@ -108,21 +115,62 @@ class Recorder:
     async def delete_namespace(self, name: str) -> None:
         self.note(name)
 
-    async def cluster_status(self) -> ClusterStatus:
+    def as_peer(self) -> Peer:
+        return Peer("i", "127.0.0.1:1", "secret")
+
+    def shard_map(self) -> ShardMap:
+        return ShardMap(("127.0.0.1:1", "127.0.0.1:2"), ("i", "j"), (0, 1, None), {"default": 3, "orders": 2})
+
+    async def cluster_status(self, *, with_shards: bool = False) -> ClusterStatus:
+        self.note(with_shards)
+        words = InstanceStatus(
+            instance_id="i",
+            version="1",
+            ready=False,
+            reason="starting",
+            lease_ms=3_000,
+            clock_skew_ms=-3,
+            shards=1,
+            in_memory=5,
+            in_flight=2,
+            held=4,
+            writes_waiting=0,
+            held_for=(HeldFor(destination="https://a.test", held=4, in_flight=2, failures=0, breaker_open=False),),
+        )
+        mine = MemberStatus(
+            instance_id="i", address="a:1", alive=True, self_=True, shards=1, joined_at_ms=0, status=words
+        )
+        other = MemberStatus(
+            instance_id="j", address="b:1", alive=True, self_=False, shards=0, joined_at_ms=0, unreachable="timeout"
+        )
         return ClusterStatus(
             instance_id="i",
             version="1",
             store="memory",
             ready=True,
             reason=None,
-            lease_ms=3_000,
-            clock_skew_ms=0,
-            members=(),
-            shards=(),
-            in_memory=0,
-            in_flight=0,
-            held=0,
+            clock_skew_max_ms=500,
+            dead_after_ms=3_500,
+            members=(mine, other),
+            shard_counts=ShardCounts(total=2, owned=1, free=1, of_dead=0),
+            unowned_shards=(1,),
+            shards=(
+                (
+                    ShardStatus(
+                        shard_id=0, version=3, owner_id="i", owner_address="a:1", in_memory=5, horizon_ms=60_000
+                    ),
+                    ShardStatus(
+                        shard_id=1, version=0, owner_id=None, owner_address=None, in_memory=None, horizon_ms=None
+                    ),
+                )
+                if with_shards
+                else None
+            ),
+            in_memory=5,
+            in_flight=2,
+            held=4,
             writes_waiting=0,
+            clock_skew_ms=-3,
             oldest_due_ms=None,
             lateness_p50_ms=1.0,
             lateness_p99_ms=None,
@@ -198,6 +246,47 @@ async def test_one_bad_item_does_not_hurt_the_others(world: World) -> None:
     _, answer = await world.ask("timers/deleteMany", {"timers": [{"timerId": "a"}, {}]})
     assert answer["results"][0] == {"verdict": "cancelled"}
     assert answer["results"][1]["error"]["field"] == "timerId"
+
+
+async def test_the_map_has_the_namespaces_the_token_is_for_and_healthz_names_the_instance() -> None:
+    world = World(token("all"), token("shop", namespaces=("orders",), verbs=("read",)), token("w", verbs=("write",)))
+    _, answer = await world.ask("cluster/map", {}, bearer="all")
+    assert answer == {
+        "instances": ["127.0.0.1:1", "127.0.0.1:2"],
+        "instanceIds": ["i", "j"],
+        "owners": [0, 1, None],
+        "namespaces": {"default": 3, "orders": 2},
+    }
+    _, answer = await world.ask("cluster/map", {}, bearer="shop")
+    assert answer["namespaces"] == {"orders": 2}
+    assert (await world.ask("cluster/map", {}, bearer="w"))[0].status == 403
+    response, _ = await world.ask("/healthz", method="GET")
+    assert headers_of(response)["duetime-instance"] == "i"
+
+
+async def test_the_status_shows_each_member_and_lists_shards_if_asked_to(world: World) -> None:
+    _, status = await world.ask("cluster/status")
+    mine, other = status["members"]
+    assert (mine["self"], mine["ready"], mine["reason"], mine["clockSkewMs"]) == (True, False, "starting", -3)
+    assert mine["joinedAt"] == "1970-01-01T00:00:00.000Z"
+    assert mine["heldFor"] == [
+        {"destination": "https://a.test", "held": 4, "inFlight": 2, "failures": 0, "breakerOpen": False}
+    ]
+    assert other.keys() == {"instanceId", "address", "alive", "self", "shards", "joinedAt", "unreachable"}
+    assert status["shardCounts"] == {"total": 2, "owned": 1, "free": 1, "ofDead": 0}
+    assert status["unownedShards"] == [1]
+    assert "shards" not in status
+    _, detailed = await world.ask("cluster/status", {"shards": True})
+    assert [shard.get("ownerId") for shard in detailed["shards"]] == ["i", None]
+    assert world.service.asked == [False, True]
+
+
+async def test_destinations_are_named_only_to_those_who_may_see_every_namespace() -> None:
+    world = World(token("all"), token("some", namespaces=("orders",)))
+    for name, told in (("all", True), ("some", False)):
+        _, status = await world.ask("cluster/status", bearer=name)
+        assert ("heldFor" in status["members"][0]) is told
+        assert status["held"] == 4
 
 
 async def test_a_batch_over_the_limit_is_refused_whole(world: World) -> None:

@@ -368,9 +368,23 @@ def test_namespaces_are_made_changed_and_their_secrets_rotated(at: Run) -> None:
 def test_the_cluster_shows_its_members_and_shards(at: Run) -> None:
     code, out, _ = at("cluster", "status", "--shards")
     assert code == 0
-    assert "ready" in out
-    assert "(this one)" in out
-    assert "alive" in out
+    assert all(text in out for text in ("1 alive, on memory", "(this one)", "ready", "late p99", "loaded up to"))
+    assert "✗" not in out
+    code, out, _ = at("cluster", "status", "--json")
+    assert code == 0
+    status = json.loads(out)
+    assert status["members"][0]["ready"]
+    assert status["shardCounts"]["owned"] == status["shardCounts"]["total"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_the_cluster_is_watched_until_ctrl_c(server: str) -> None:
+    with start("cluster", "status", "--watch", "--json", "--url", server) as watcher:
+        assert watcher.stdout is not None
+        assert [json.loads(watcher.stdout.readline())["ready"] for _ in range(2)] == [True, True]
+        watcher.send_signal(signal.SIGINT)
+        _, err = watcher.communicate(timeout=20)
+    assert (watcher.returncode, err) == (0, "")
 
 
 def test_a_new_token_comes_with_the_configuration_that_accepts_it(run: Run, tmp_path: Path) -> None:

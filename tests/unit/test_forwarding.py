@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from engine_world import URL, World
 
-from duetime.errors import DuetimeError, NotOwner
-from duetime.model import InstanceStatus, TimerKey, TimerSpec, Verdict, shard_of
+from duetime.errors import Conflict, DuetimeError, NotFound, NotOwner
+from duetime.model import InstanceStatus, NamespaceSpec, State, TimerKey, TimerSpec, Verdict, shard_of
 from duetime.peers import CreateOrder, Forward, OrderAnswer, Peer
 from duetime.service import Service
 from duetime.stores.memory import MemoryStore
@@ -76,6 +76,35 @@ def test_both_own_some_and_each_takes_wishes_about_all() -> None:
     of_two(story)
 
 
+def test_the_map_says_who_owns_what_and_forwards_are_counted() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        found = a.service.shard_map()
+        assert sorted(found.addresses) == ["a", "b"]
+        assert found.num_shards == {"default": 16}
+        for world, address in ((a, "a"), (b, "b")):
+            index = found.addresses.index(address)
+            assert found.instance_ids[index] == world.engine.membership.instance_id
+            assert {i for i, owner in enumerate(found.owners) if owner == index} == set(world.engine.shards)
+        await a.create(owned_by(a), 60_000)
+        assert a.engine.telemetry.forwards.by_label == {}
+        await a.create(owned_by(b), 60_000)
+        assert a.engine.telemetry.forwards.by_label == {"ok": 1}
+        assert b.engine.telemetry.forwards.by_label == {}
+
+    of_two(story)
+
+
+def test_a_member_that_is_gone_owns_nothing_on_the_map() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        of_b = set(b.engine.shards)
+        del a.engine.membership.alive[b.engine.membership.instance_id]
+        found = a.service.shard_map()
+        assert found.addresses == ("a",)
+        assert {i for i, owner in enumerate(found.owners) if owner is None} == of_b
+
+    of_two(story)
+
+
 def test_case_26_a_forward_goes_one_hop_and_is_refused_rather_than_passed_on() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(b)
@@ -124,5 +153,50 @@ def test_an_error_of_the_owner_comes_back_to_who_asked() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         with pytest.raises(DuetimeError, match="There is no timer"):
             await a.service.delete(TimerKey("default", owned_by(b)))
+
+    of_two(story)
+
+
+def test_a_namespace_that_another_instance_still_fills_is_not_deleted() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
+        await b.service.get_namespace("n")
+        deleting = asyncio.ensure_future(a.service.delete_namespace("n"))
+        while not (known := a.engine.namespaces.known("n")) or not known.deleted:
+            await asyncio.sleep(0)
+        # The word has not got round: the other instance takes a create about a shard of its own.
+        await b.service.create(TimerSpec(namespace="n", timer_id=owned_by(b), delay_ms=60_000, callback_url=URL))
+        with pytest.raises(Conflict, match="still has scheduled timers"):
+            await deleting
+        await asyncio.sleep(5)
+        assert (await b.service.get(TimerKey("n", owned_by(b)))).state is State.SCHEDULED
+        await b.service.delete(TimerKey("n", owned_by(b)))
+        await a.service.delete_namespace("n")
+        with pytest.raises(NotFound):
+            await b.service.get_namespace("n")
+
+    of_two(story)
+
+
+def test_a_new_namespace_is_known_to_the_others_at_once() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        with pytest.raises(NotFound):
+            await b.service.get_namespace("n")
+        await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
+        await b.service.create(TimerSpec(namespace="n", timer_id="t", delay_ms=1_000, callback_url=URL))
+        await asyncio.sleep(5)
+        assert a.destinations.called() + b.destinations.called() == ["t"]
+
+    of_two(story)
+
+
+def test_wishes_about_the_shards_of_an_instance_that_leaves_wait_for_the_next_owner() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        ids = [f"t{n}" for n in range(60)]
+        leaving = asyncio.ensure_future(b.engine.stop())
+        await asyncio.gather(*(a.create(timer_id, 1_000) for timer_id in ids))
+        await leaving
+        await asyncio.sleep(5)
+        assert sorted(a.destinations.called() + b.destinations.called()) == sorted(ids)
 
     of_two(story)

@@ -76,6 +76,7 @@ class Api:
             "namespaces/update": self._update_namespace,
             "namespaces/delete": self._delete_namespace,
             "cluster/status": self._cluster_status,
+            "cluster/map": self._cluster_map,
         }
         self._posts = {PREFIX + route.path: (answering[route.path], route.verb) for route in ROUTES}
         self._gets: dict[str, Callable[[Request], Response]] = {
@@ -186,8 +187,13 @@ class Api:
         return b"{}"
 
     async def _cluster_status(self, body: bytes, caller: Caller) -> bytes:
+        query = decode.decode_cluster_query(body)
+        status = await self._service.cluster_status(with_shards=query.shards)
+        return encode.encode_cluster_status(status, with_destinations=caller.namespaces is None)
+
+    async def _cluster_map(self, body: bytes, caller: Caller) -> bytes:
         decode.decode_nothing(body)
-        return encode.encode_cluster_status(await self._service.cluster_status())
+        return encode.encode_shard_map(self._service.shard_map(), caller.may_see)
 
     # -- what is read with GET
 
@@ -206,7 +212,8 @@ class Api:
         return Response(307, text, TEXT, (("location", "/docs"),))
 
     def _healthz(self, _: Request) -> Response:
-        return Response(200, b"alive\n", TEXT)
+        # Clients that were told an address make sure that it leads to the instance they mean.
+        return Response(200, b"alive\n", TEXT, (("duetime-instance", self._service.as_peer().instance_id),))
 
     def _readyz(self, _: Request) -> Response:
         reason = self._service.readiness()

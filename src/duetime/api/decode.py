@@ -200,7 +200,12 @@ def decode_nothing(body: Body) -> None:
         _decoded(_nothing, body)
 
 
+def decode_cluster_query(body: Body) -> wire.ClusterQueryJson:
+    return _decoded(_cluster_query, body) if body else wire.ClusterQueryJson()
+
+
 _nothing = msgspec.json.Decoder(wire.EmptyJson)
+_cluster_query = msgspec.json.Decoder(wire.ClusterQueryJson)
 
 # --- requests: what is wrong with them -----------------------------------------------------------
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import UNSET, Raw, UnsetType
 
 from duetime import wire
 from duetime.errors import DuetimeError
@@ -15,9 +16,12 @@ from duetime.model import (
     ClusterStatus,
     Created,
     Extras,
+    MemberStatus,
     Missed,
     Namespace,
     RetryPolicy,
+    ShardMap,
+    ShardStatus,
     TimerView,
     Updated,
     Verdict,
@@ -25,6 +29,8 @@ from duetime.model import (
 )
 from duetime.timetext import format_duration, format_instant
 from duetime.wire import TimerJson
+
+V = TypeVar("V")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -158,37 +164,82 @@ def namespace_json(namespace: Namespace) -> wire.NamespaceJson:
     )
 
 
-def encode_cluster_status(status: ClusterStatus) -> bytes:
+def encode_shard_map(found: ShardMap, may_see: Callable[[str], bool]) -> bytes:
+    return _encode(
+        wire.ClusterMapJson(
+            instances=found.addresses,
+            instance_ids=found.instance_ids,
+            owners=found.owners,
+            namespaces={name: count for name, count in found.num_shards.items() if may_see(name)},
+        )
+    )
+
+
+def encode_cluster_status(status: ClusterStatus, *, with_destinations: bool) -> bytes:
+    """`with_destinations`: whom timers are held for is not for those who may see some namespaces only."""
     return _encode(
         wire.ClusterStatusJson(
             instance_id=status.instance_id,
             version=status.version,
             store=status.store,
             ready=status.ready,
-            reason=UNSET if status.reason is None else status.reason,
-            lease_ms=status.lease_ms,
-            clock_skew_ms=status.clock_skew_ms,
-            members=[
-                wire.MemberJson(member.instance_id, member.address, member.alive, member.self_, member.shards)
-                for member in status.members
-            ],
-            shards=[
-                wire.ShardJson(
-                    shard.shard_id,
-                    shard.version,
-                    UNSET if shard.owner_id is None else shard.owner_id,
-                    UNSET if shard.owner_address is None else shard.owner_address,
-                    UNSET if shard.in_memory is None else shard.in_memory,
-                    UNSET if shard.horizon_ms is None else format_instant(max(shard.horizon_ms, 0)),
-                )
-                for shard in status.shards
-            ],
+            reason=_or_unset(status.reason),
+            clock_skew_max_ms=status.clock_skew_max_ms,
+            dead_after_ms=status.dead_after_ms,
+            members=[_member_json(member, with_destinations) for member in status.members],
+            shard_counts=wire.ShardCountsJson(**msgspec.structs.asdict(status.shard_counts)),
+            unowned_shards=list(status.unowned_shards),
+            shards=UNSET if status.shards is None else [_shard_json(shard) for shard in status.shards],
             in_memory=status.in_memory,
             in_flight=status.in_flight,
             held=status.held,
             writes_waiting=status.writes_waiting,
-            oldest_due_ms=UNSET if status.oldest_due_ms is None else status.oldest_due_ms,
-            lateness_p50_ms=UNSET if status.lateness_p50_ms is None else status.lateness_p50_ms,
-            lateness_p99_ms=UNSET if status.lateness_p99_ms is None else status.lateness_p99_ms,
+            clock_skew_ms=status.clock_skew_ms,
+            oldest_due_ms=_or_unset(status.oldest_due_ms),
+            lateness_p50_ms=_or_unset(status.lateness_p50_ms),
+            lateness_p99_ms=_or_unset(status.lateness_p99_ms),
         )
     )
+
+
+def _member_json(member: MemberStatus, with_destinations: bool) -> wire.MemberJson:
+    answer = wire.MemberJson(
+        instance_id=member.instance_id,
+        address=member.address,
+        alive=member.alive,
+        self=member.self_,
+        shards=member.shards,
+        joined_at=format_instant(member.joined_at_ms),
+        unreachable=_or_unset(member.unreachable),
+    )
+    if (status := member.status) is not None:
+        answer.version = status.version
+        answer.ready = status.ready
+        answer.reason = _or_unset(status.reason)
+        answer.lease_ms = status.lease_ms
+        answer.clock_skew_ms = status.clock_skew_ms
+        answer.in_memory = status.in_memory
+        answer.in_flight = status.in_flight
+        answer.held = status.held
+        answer.writes_waiting = status.writes_waiting
+        answer.oldest_due_ms = _or_unset(status.oldest_due_ms)
+        answer.lateness_p50_ms = _or_unset(status.lateness_p50_ms)
+        answer.lateness_p99_ms = _or_unset(status.lateness_p99_ms)
+        if status.held_for and with_destinations:
+            answer.held_for = [wire.HeldForJson(**msgspec.structs.asdict(place)) for place in status.held_for]
+    return answer
+
+
+def _shard_json(shard: ShardStatus) -> wire.ShardJson:
+    return wire.ShardJson(
+        shard.shard_id,
+        shard.version,
+        _or_unset(shard.owner_id),
+        _or_unset(shard.owner_address),
+        _or_unset(shard.in_memory),
+        UNSET if shard.horizon_ms is None else format_instant(shard.horizon_ms),
+    )
+
+
+def _or_unset(value: V | None) -> V | UnsetType:
+    return UNSET if value is None else value

@@ -188,11 +188,24 @@ ROUTES = (
     Route(
         path="cluster/status",
         verb="read",
-        request=wire.EmptyJson,
+        request=wire.ClusterQueryJson,
         answer=wire.ClusterStatusJson,
         summary="How the cluster is doing",
-        description="Members, shards and their owners, backlog and lateness, as seen by the instance that answers.",
+        description="Members, shards, backlog, lateness and clocks of the whole cluster, whichever instance is asked. "
+        "A member that is alive but cannot be asked is shown with the reason. With `shards` also every shard and its "
+        "owner.",
         example={},
         errors=(503,),
+    ),
+    Route(
+        path="cluster/map",
+        verb="read",
+        request=wire.EmptyJson,
+        answer=wire.ClusterMapJson,
+        summary="Who owns which shard",
+        description="For clients that send a write to the owner of its timer's shard at once, to save the hop from any "
+        "other instance. The shard of a timer is the CRC-32 of its id, in UTF-8, modulo the number of shards of its "
+        "namespace. As the instance that answers last saw it: a write sent to another than the owner is handed on.",
+        example={},
     ),
 )

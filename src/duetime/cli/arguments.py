@@ -27,7 +27,7 @@ Duetime: a durable timer service. You say what to call and when; it calls, at le
 EXIT_CODES = """\
 exit codes:
   0  done
-  1  the operation failed: a watched timer failed, doctor found something wrong
+  1  the operation failed: a watched timer failed, doctor or cluster status found something wrong
   2  wrong usage or configuration; no server was asked
   3  no such timer or namespace
   4  refused: invalid, in conflict, too large, or not allowed; nothing was changed
@@ -206,6 +206,9 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
         "--listen", type=_address, metavar="HOST:PORT", help="address of the HTTP API (default 127.0.0.1:8463)"
     )
     parser.add_argument(
+        "--workers", type=_number(1), metavar="N", help="processes that serve together (default 1; needs PostgreSQL)"
+    )
+    parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting; repeatable"
     )
 
@@ -231,6 +234,7 @@ def _serving_commands(commands: _Commands) -> None:
         "run a server",
         "duetime serve",
         "duetime serve --store sqlite:////var/lib/duetime/timers.db --listen 0.0.0.0:8463 --config duetime.toml",
+        "duetime serve --store postgresql://duetime@db.internal/duetime --workers 4",
         "duetime serve --set log.format=json --set delivery.concurrency_per_destination=16",
         more="Ends cleanly on Ctrl-C or SIGTERM. Settings: flags win over environment variables, those over the\n"
         "file; `duetime config show` with the same flags prints what comes of it.",
@@ -414,9 +418,18 @@ def _namespace_options(parser: argparse.ArgumentParser, secret_help: str) -> Non
 def _operating_commands(commands: _Commands) -> None:
     cluster = _group(commands, "cluster", "the instances and what they hold", "duetime cluster status")
     status = _command(
-        cluster, "status", "cluster:status", "members, shards, backlog, lateness", "duetime cluster status", server=True
+        cluster,
+        "status",
+        "cluster:status",
+        "members, shards, backlog, lateness of the whole cluster",
+        "duetime cluster status",
+        "duetime cluster status --watch",
+        more="Ends with 1 if something is wrong, as a member that cannot be reached or a shard without an owner;\n"
+        "`duetime doctor` explains.",
+        server=True,
     )
     status.add_argument("--shards", action="store_true", help="list every shard too")
+    status.add_argument("--watch", action="store_true", help="look again every second until Ctrl-C")
     token = _group(commands, "token", "access tokens", "duetime token new --name shop")
     new = _command(
         token,

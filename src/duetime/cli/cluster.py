@@ -1,69 +1,133 @@
-"""cluster status."""
+"""cluster status: the whole cluster on one screen, whichever instance is asked."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from argparse import Namespace as Arguments
 
 from duetime.cli.connect import client_of, print_json
-from duetime.cli.screen import ago, painted, show_fields, show_table, spoken
-from duetime.client import ClusterStatus
+from duetime.cli.diagnosis import GOOD, WRONG, about_cluster, by_severity, lateness_of, marked
+from duetime.cli.screen import ago, painted, show_fields, show_table, spoken, time_of_day
+from duetime.client import AsyncClient, ClusterStatus, ConnectionFailed, Member, Shard, Unserved
 
-__all__ = ["lateness_of", "status"]
+__all__ = ["status"]
+
+WATCH_PAUSE_S = 1.0
+DEAD_SHOWN_MAX = 10
+_CLEAR = "\033[H\033[2J"
 
 
 async def status(arguments: Arguments) -> int:
     async with client_of(arguments) as client:
-        found = await client.cluster_status()
+        if arguments.watch:
+            return await _watch(client, arguments)
+        found = await client.cluster_status(shards=arguments.shards)
+    return _told(found, arguments)
+
+
+def _told(found: ClusterStatus, arguments: Arguments) -> int:
+    findings = by_severity(about_cluster(found))
     if arguments.json:
         print_json(found)
     else:
-        _show(found, with_shards=arguments.shards)
-    return 0 if found.ready else 1
+        _show(found)
+        if problems := [finding for finding in findings if finding.verdict != GOOD]:
+            print()
+            for finding in problems:
+                print(marked(finding, f"{finding.check}: {finding.says}"))
+        if arguments.shards:
+            print()
+            _show_shards(found.shards)
+    sys.stdout.flush()
+    return 0 if found.ready and all(finding.verdict != WRONG for finding in findings) else 1
 
 
-def _show(found: ClusterStatus, *, with_shards: bool) -> None:
-    ready = painted("ready", "green") if found.ready else painted(f"not ready: {found.reason}", "red")
+async def _watch(client: AsyncClient, arguments: Arguments) -> int:
+    """Until Ctrl-C; what it exits with then is the last it saw."""
+    code = 0
+    try:
+        while True:
+            try:
+                found = await client.cluster_status(shards=arguments.shards)
+            except (ConnectionFailed, Unserved) as error:
+                code = 1
+                print(f"{time_of_day()}  {error.detail}", file=sys.stderr, flush=True)
+            else:
+                if not arguments.json:
+                    print(_CLEAR if sys.stdout.isatty() else "", end="" if sys.stdout.isatty() else "\n")
+                    print(painted(time_of_day(), "dim"))
+                code = _told(found, arguments)
+            await asyncio.sleep(WATCH_PAUSE_S)
+    except asyncio.CancelledError:
+        return code
+
+
+def _show(found: ClusterStatus) -> None:
+    alive = sum(member.alive for member in found.members)
+    dead = len(found.members) - alive
+    counts = found.shard_counts
     show_fields(
         [
-            ("instance", f"{found.instance_id} (Duetime {found.version} on {found.store}), {ready}"),
-            ("lease", f"{spoken(found.lease_ms)} left, clock off by {found.clock_skew_ms} ms"),
+            ("cluster", f"{alive} alive{f', {dead} dead' if dead else ''}, on {found.store}"),
+            ("shards", f"{counts.total}: {counts.owned} owned, {counts.free} free, {counts.of_dead} of the dead"),
             ("timers", f"{found.in_memory} in memory, {found.in_flight} in flight, {found.held} held back"),
             ("writes", f"{found.writes_waiting} waiting"),
             ("oldest due", f"{spoken(found.oldest_due_ms)} ago" if found.oldest_due_ms else "none is overdue"),
             ("lateness", lateness_of(found)),
+            ("clocks", f"at most {abs(found.clock_skew_ms)} ms off the database's"),
         ]
     )
     print()
+    living = [member for member in found.members if member.alive]
+    gone = [member for member in found.members if not member.alive]
     show_table(
-        ["member", "address", "state", "shards"],
+        ["member", "address", "state", "version", "shards", "in memory", "in flight", "held", "late p99", "skew"],
+        [_row(member) for member in living + gone[:DEAD_SHOWN_MAX]],
+    )
+    if len(gone) > DEAD_SHOWN_MAX:
+        print(painted(f"and {len(gone) - DEAD_SHOWN_MAX} more that are dead", "dim"))
+
+
+def _row(member: Member) -> tuple[str, ...]:
+    return (
+        member.instance_id + (" (this one)" if member.self_ else ""),
+        member.address,
+        _state(member),
+        member.version or "",
+        str(member.shards),
+        _figure(member.in_memory),
+        _figure(member.in_flight),
+        _figure(member.held),
+        "" if member.lateness_p99_ms is None else spoken(member.lateness_p99_ms),
+        "" if member.clock_skew_ms is None else f"{member.clock_skew_ms} ms",
+    )
+
+
+def _state(member: Member) -> str:
+    if not member.alive:
+        return painted("dead", "dim" if member.ready is None else "red")
+    if member.unreachable is not None:
+        return painted("unreachable", "red")
+    return painted("ready", "green") if member.ready else painted("not ready", "red")
+
+
+def _figure(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _show_shards(shards: tuple[Shard, ...]) -> None:
+    show_table(
+        ["shard", "version", "owner", "at", "in memory", "loaded up to"],
         [
             (
-                m.instance_id + (" (this one)" if m.self_ else ""),
-                m.address,
-                painted("alive", "green") if m.alive else painted("dead", "red"),
-                str(m.shards),
+                str(shard.shard_id),
+                str(shard.version),
+                shard.owner_id or "free",
+                shard.owner_address or "",
+                _figure(shard.in_memory),
+                "" if shard.horizon is None else ago(shard.horizon),
             )
-            for m in found.members
+            for shard in shards
         ],
     )
-    if with_shards:
-        print()
-        show_table(
-            ["shard", "version", "owner", "in memory", "loaded up to"],
-            [
-                (
-                    str(s.shard_id),
-                    str(s.version),
-                    s.owner_id or "free",
-                    "" if s.in_memory is None else str(s.in_memory),
-                    "" if s.horizon is None else ago(s.horizon),
-                )
-                for s in found.shards
-            ],
-        )
-
-
-def lateness_of(found: ClusterStatus) -> str:
-    if found.lateness_p50_ms is None or found.lateness_p99_ms is None:
-        return "nothing fired yet"
-    return f"p50 within {spoken(found.lateness_p50_ms)}, p99 within {spoken(found.lateness_p99_ms)}"

@@ -1,94 +1,102 @@
-"""doctor: looks at everything a server depends on, one check after the other, with advice.
+"""doctor: looks at everything a server depends on, and at the cluster it is in, and explains what is wrong.
 
-A check answers findings: ✓ good, ! worth knowing, ✗ wrong. Nothing is changed; the store is opened for a
-moment, if nobody else has it open.
+Nothing is changed: the store is opened for a moment, to read, if nobody has it for himself. What may be passing
+(a member that died a second ago, a shard between two owners) is looked at again before it is called wrong.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import shutil
 import time
 from argparse import Namespace as Arguments
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
-
-from msgspec import Struct
 
 from duetime import __version__
 from duetime.api.auth import split_listen
 from duetime.cli.about import installed
-from duetime.cli.cluster import lateness_of
 from duetime.cli.connect import client_of, print_json
+from duetime.cli.diagnosis import (
+    GOOD,
+    NOTE,
+    WRONG,
+    Finding,
+    about_addresses,
+    about_cluster,
+    about_shards,
+    by_severity,
+    marked,
+)
 from duetime.cli.screen import painted, spoken
 from duetime.cli.serving import configured
-from duetime.client import ConnectionFailed, DuetimeError, Unauthenticated
+from duetime.client import (
+    AsyncClient,
+    ClusterStatus,
+    ConnectionFailed,
+    DuetimeError,
+    Member,
+    ShardCounts,
+    Unauthenticated,
+)
 from duetime.config import Config
 from duetime.errors import SchemaMismatch
-from duetime.store import open_store
+from duetime.store import Store, open_store
+from duetime.telemetry import log
 
-__all__ = ["Finding", "doctor"]
+__all__ = ["doctor"]
 
 DISK_FREE_MIN, DISK_FREE_LOW = 100 * 1024**2, 1024**3
 NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "afs", "ceph", "glusterfs"}
 )
-SKEW_WARN_MS, OVERDUE_WARN_MS, LATE_WARN_MS = 100, 5_000, 250
-
-GOOD, NOTE, WRONG = "good", "note", "wrong"
-_MARKS = {GOOD: ("✓", "green"), NOTE: ("!", "yellow"), WRONG: ("✗", "red")}
-
-
-class Finding(Struct, frozen=True):
-    check: str
-    verdict: str
-    says: str
-    advice: str = ""
+_PASSING_CHECKS = frozenset({"members", "addresses", "shards"})
+_LOOK_PAUSE_S = 0.5
+_SETTLING_MS = 2_000  # to claim and load what a dead member had
+_BEATS_WATCHED = 4
+_DANGER = "danger: "  # how a store's own diagnosis marks what endangers the timers
 
 
 async def doctor(arguments: Arguments) -> int:
-    findings: list[Finding] = []
-
-    def report(finding: Finding) -> None:
-        findings.append(finding)
-        if not arguments.json:
-            mark, style = _MARKS[finding.verdict]
-            print(f"{painted(mark, style)} {finding.check.ljust(13)} {finding.says}", flush=True)
-            if finding.advice:
-                print(f"  {'':13} {painted(finding.advice, 'dim')}")
-
-    for finding in _machine():
-        report(finding)
+    findings = [*_machine()]
     config = None
     try:
         loaded = configured(arguments)
         split_listen(loaded.server.listen)
         config = loaded
-        report(Finding("configuration", GOOD, f"valid; file: {arguments.config or 'none, defaults and environment'}"))
-    except DuetimeError as error:
-        report(
-            Finding(
-                "configuration",
-                WRONG,
-                error.detail,
-                "`duetime config show` prints what comes of flags, file and environment",
-            )
+        findings.append(
+            Finding("configuration", GOOD, f"valid; file: {arguments.config or 'none, defaults and environment'}")
         )
+    except DuetimeError as error:
+        advice = "`duetime config show` prints what comes of flags, file and environment"
+        findings.append(
+            Finding("configuration", WRONG, error.detail, "`duetime serve` does not start like this", advice)
+        )
+    told, status = await _server(arguments, config)
+    findings += told
     if config is not None:
-        report(_descriptors(config))
-        async for finding in _store(config):
-            report(finding)
-    async for finding in _server(arguments, config):
-        report(finding)
+        findings.append(_descriptors(config))
+        findings += [finding async for finding in _store(config, status)]
+    return _report(by_severity(findings), as_json=arguments.json)
+
+
+def _report(findings: list[Finding], *, as_json: bool) -> int:
     wrong = sum(finding.verdict == WRONG for finding in findings)
     warnings = sum(finding.verdict == NOTE for finding in findings)
-    if arguments.json:
+    if as_json:
         for finding in findings:
             print_json(finding)
-    else:
-        also = f"; {warnings} warning{'s' * (warnings > 1)}, marked !" if warnings else ""
-        print(f"\n{f'{wrong} wrong' if wrong else 'nothing is wrong'}{also}")
+        return 1 if wrong else 0
+    for finding in findings:
+        print(marked(finding, f"{finding.check.ljust(13)} {finding.says}"))
+        for more in filter(None, (finding.why, finding.advice)):
+            print(f"  {'':13} {painted(more, 'dim')}")
+    also = f"; {warnings} warning{'s' * (warnings > 1)}, marked !" if warnings else ""
+    print(f"\n{f'{wrong} wrong' if wrong else 'nothing is wrong'}{also}")
     return 1 if wrong else 0
 
 
@@ -101,16 +109,22 @@ def _machine() -> Iterator[Finding]:
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     missing = [name for name, version in versions.items() if version is None]
     if missing == ["uvloop"]:
-        yield Finding("packages", NOTE, f"{listed}; without uvloop", "slower, but works; on Linux: pip install uvloop")
+        yield Finding(
+            "packages", NOTE, f"{listed}; without uvloop", advice="slower, but works; on Linux: pip install uvloop"
+        )
     elif missing:
-        yield Finding("packages", WRONG, f"missing: {', '.join(missing)}", "install again: pip install duetime")
+        yield Finding("packages", WRONG, f"missing: {', '.join(missing)}", advice="install again: pip install duetime")
     else:
         yield Finding("packages", GOOD, listed)
     if hasattr(time, "CLOCK_BOOTTIME"):
         yield Finding("clock", GOOD, "boot time is counted through a suspend")
     else:
         yield Finding(
-            "clock", NOTE, "no CLOCK_BOOTTIME here", "do not suspend this machine while it serves in a cluster"
+            "clock",
+            NOTE,
+            "no CLOCK_BOOTTIME here",
+            "while a machine is suspended, its lease would not run out",
+            "do not suspend this machine while it serves in a cluster",
         )
 
 
@@ -124,14 +138,17 @@ def _descriptors(config: Config) -> Finding:
     if limit == resource.RLIM_INFINITY or limit >= wanted:
         return Finding("open files", GOOD, f"up to {'any number' if limit == resource.RLIM_INFINITY else limit}")
     return Finding(
-        "open files", NOTE, f"up to {limit}; at full load {wanted} are wanted", f"ulimit -n {wanted}, or LimitNOFILE="
+        "open files",
+        NOTE,
+        f"up to {limit}; at full load {wanted} are wanted",
+        advice=f"ulimit -n {wanted}, or LimitNOFILE=",
     )
 
 
 # --- the store -----------------------------------------------------------------------------------
 
 
-async def _store(config: Config) -> AsyncIterator[Finding]:
+async def _store(config: Config, status: ClusterStatus | None) -> AsyncIterator[Finding]:
     url = config.store.url
     if url.startswith("sqlite:"):
         from duetime.stores.sqlite_file import holder, path_of
@@ -144,40 +161,140 @@ async def _store(config: Config) -> AsyncIterator[Finding]:
         for finding in _disk(path):
             yield finding
         if not _exists(path):
-            yield Finding("store", NOTE, f"{path} does not exist yet", "the first `duetime serve` makes it")
+            advice = "the first `duetime serve` makes it"
+            if status is not None:
+                advice = f"the server that was asked is on {status.store}; --config or --store say where to look for it"
+            yield Finding("store", NOTE, f"{path} does not exist yet", advice=advice)
             return
         if who := holder(url):
             yield Finding("store", GOOD, f"{path}, in use by process {who.get('pid')} since {who.get('since')}")
             return
-    yield await _opened(url)
-
-
-async def _opened(url: str) -> Finding:
     try:
         store = open_store(url)
-        await store.open()
-    except SchemaMismatch as error:
-        return Finding("store", WRONG, error.detail, "a start of `duetime serve` updates an older schema")
     except DuetimeError as error:
-        return Finding("store", WRONG, error.detail)
+        yield Finding("store", WRONG, error.detail)
+        return
+    was_silent, log.disabled = log.disabled, True  # what a store would log at its opening is found below
     try:
-        capabilities = store.capabilities
-        namespaces = [namespace for namespace in await store.namespaces() if not namespace.deleted]
-        owned = [shard for shard in await store.shards() if shard.owner_id is not None]
-    except DuetimeError as error:
-        return Finding("store", WRONG, error.detail)
+        async for finding in _examined(store, config, status):
+            yield finding
     finally:
+        log.disabled = was_silent
         await store.close()
-    says = f"{capabilities.name}: {len(namespaces)} namespaces, {len(owned)} shards owned"
-    if not capabilities.durable:
-        return Finding("store", NOTE, says, "this store is in memory: timers are lost when the process ends")
-    return Finding("store", GOOD, says)
+
+
+async def _examined(store: Store, config: Config, status: ClusterStatus | None) -> AsyncIterator[Finding]:
+    try:
+        await store.open()
+        namespaces = sum(not namespace.deleted for namespace in await store.namespaces())
+        says = f"{store.capabilities.name}, namespaces: {namespaces}, shards: {len(await store.shards())}"
+        if store.capabilities.durable:
+            yield Finding("store", GOOD, says)
+        else:
+            yield Finding("store", NOTE, says, "it is in memory: timers are lost when the process ends")
+        async for finding in _own_words(store):
+            yield finding
+        if not store.capabilities.exclusive:
+            async for finding in _rows(store, config, status):
+                yield finding
+    except SchemaMismatch as error:
+        advice = "a start of `duetime serve` makes the tables or updates them; a newer schema needs a newer Duetime"
+        yield Finding("store", WRONG, error.detail, "this version can neither read nor write it", advice)
+        async for finding in _own_words(store):
+            yield finding
+    except DuetimeError as error:
+        yield Finding("store", WRONG, error.detail, "without it nothing is written, and soon nothing is fired")
+
+
+async def _own_words(store: Store) -> AsyncIterator[Finding]:
+    """What the store has to say about its database, if it has anything to say."""
+    diagnose = getattr(store, "diagnose", None)
+    if diagnose is None:
+        return
+    try:
+        sentences = [str(sentence) for sentence in await diagnose()]
+    except DuetimeError as error:
+        yield Finding("database", WRONG, error.detail)
+        return
+    for sentence in sentences:
+        if sentence.startswith(_DANGER):
+            what, _, why = sentence.removeprefix(_DANGER).partition(": ")
+            yield Finding("database", WRONG, what, why, "change that setting of the database")
+    if facts := [sentence for sentence in sentences if not sentence.startswith(_DANGER)]:
+        yield Finding("database", GOOD, "; ".join(facts))
+
+
+# --- the cluster, by the rows of its store -------------------------------------------------------
+
+
+async def _rows(store: Store, config: Config, status: ClusterStatus | None) -> AsyncIterator[Finding]:
+    """What the rows show and the members cannot say: that nobody is there, or somebody else."""
+    members = {member.instance_id: member for member in await store.members()}
+    if status is not None:
+        if status.instance_id not in members and members:
+            yield Finding(
+                "store",
+                NOTE,
+                "the server that was asked is not on this store: its members are others",
+                advice="give the configuration of that server, with --config or --store",
+            )
+        return
+    alive = {name: member.counter for name, member in members.items() if member.alive}
+    if not alive:
+        yield Finding(
+            "members", NOTE, "no instance is running on this store", "nothing is fired", "start one: `duetime serve`"
+        )
+        return
+    watched_ms = _BEATS_WATCHED * config.engine.heartbeat_interval.ms
+    await asyncio.sleep(watched_ms / 1_000)
+    now = {member.instance_id: member for member in await store.members() if member.alive}
+    still = [member for name, member in now.items() if alive.get(name) == member.counter]
+    yield _beating(len(now), [member.address for member in still], watched_ms, config.engine.dead_after.ms)
+    if len(still) == len(now):
+        return  # whatever else the rows say is history
+    rows = await store.shards()
+    owned = Counter(row.owner_id for row in rows)
+    shown = [
+        Member(
+            instance_id=name,
+            address=member.address,
+            alive=True,
+            self_=False,
+            shards=owned[name],
+            joined_at=datetime.fromtimestamp(member.joined_at_ms / 1_000, UTC),
+        )
+        for name, member in now.items()
+    ]
+    for finding in about_addresses(shown):
+        yield finding
+    unowned = [row.shard_id for row in rows if row.owner_id not in now]
+    counts = ShardCounts(
+        total=len(rows), owned=len(rows) - len(unowned), free=owned[None], of_dead=len(unowned) - owned[None]
+    )
+    for finding in about_shards(counts, unowned):
+        yield finding
+
+
+def _beating(alive: int, still: list[str], watched_ms: int, dead_after_ms: int) -> Finding:
+    says = f"{alive} alive by their rows"
+    if not still:
+        return Finding("members", GOOD, f"{says}, and their heartbeats come")
+    stood = f"{says}, but no heartbeat in {spoken(watched_ms)} from {', '.join(still[:3])}"
+    if len(still) == alive:
+        return Finding(
+            "members", WRONG, stood, "no instance is running, or none reaches the store: nothing is fired",
+            "start one with `duetime serve`; if one is running, its log says why it does not reach the store",
+        )  # fmt: skip
+    return Finding(
+        "members", NOTE, stood, f"it was killed or is frozen: the others take over after {spoken(dead_after_ms)}",
+        "its log says what happened to it",
+    )  # fmt: skip
 
 
 def _disk(path: Path) -> Iterator[Finding]:
     folder = path.parent
     if not folder.is_dir():
-        yield Finding("disk", WRONG, f"no directory {folder}", f"mkdir -p {folder}")
+        yield Finding("disk", WRONG, f"no directory {folder}", advice=f"mkdir -p {folder}")
         return
     if not os.access(folder, os.W_OK):
         yield Finding(
@@ -186,12 +303,12 @@ def _disk(path: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     says = f"{free / 1024**3:.1f} GiB free in {folder}"
     if free < DISK_FREE_MIN:
-        yield Finding("disk", WRONG, says, "creates fail when the disk is full: make room")
+        yield Finding("disk", WRONG, says, "creates fail when the disk is full", "make room")
     else:
         yield Finding("disk", NOTE if free < DISK_FREE_LOW else GOOD, says)
     kind = _file_system(folder)
     if kind in NETWORK_FILE_SYSTEMS:
-        yield Finding("file system", WRONG, kind, "SQLite is not safe on a network file system: use a local disk")
+        yield Finding("file system", WRONG, kind, "SQLite is not safe on a network file system", "use a local disk")
     elif kind:
         yield Finding("file system", GOOD, kind)
 
@@ -219,57 +336,41 @@ def _file_system(folder: Path) -> str:
 # --- the server ----------------------------------------------------------------------------------
 
 
-async def _server(arguments: Arguments, config: Config | None) -> AsyncIterator[Finding]:
+async def _server(arguments: Arguments, config: Config | None) -> tuple[list[Finding], ClusterStatus | None]:
+    """What is found, and what the server said of its cluster, if there is one."""
     asked_for = arguments.url or os.environ.get("DUETIME_URL")
     if not asked_for and config is not None:
         arguments.url = _url_of(config)
     async with client_of(arguments) as client:
         try:
-            status = await client.cluster_status()
+            status, findings = await _settled(client)
         except ConnectionFailed as error:
             # Nobody said that there is one: then its absence is no fault.
             verdict = WRONG if asked_for else NOTE
-            yield Finding("server", verdict, error.detail, "start one with `duetime serve`, or point to one with --url")
-            return
+            advice = "start one with `duetime serve`, or point to one with --url"
+            return [Finding("server", verdict, error.detail, advice=advice)], None
         except Unauthenticated as error:
-            yield Finding("server", WRONG, f"{client.url}: {error.detail}", "give one with --token or DUETIME_TOKEN")
-            return
+            says, advice = f"{client.url}: {error.detail}", "give one with --token or DUETIME_TOKEN"
+            return [Finding("server", WRONG, says, advice=advice)], None
         except DuetimeError as error:
-            yield Finding("server", WRONG, f"{client.url}: {error.detail}")
-            return
-        where = f"{client.url}: Duetime {status.version} on {status.store}"
-        if status.ready:
-            yield Finding("server", GOOD, f"{where}, ready")
-        else:
-            yield Finding("server", WRONG, f"{where}, not ready: {status.reason}")
-    alive = [member for member in status.members if member.alive]
-    free = sum(shard.owner_id is None for shard in status.shards)
-    yield Finding("members", GOOD if alive else WRONG, f"{len(alive)} alive, {len(status.members) - len(alive)} dead")
-    if free:
-        yield Finding(
-            "shards", NOTE, f"{free} of {len(status.shards)} without an owner", "normal for seconds after a start"
-        )
-    lease = f"{spoken(max(status.lease_ms, 0))} left"
-    yield Finding(
-        "lease", GOOD if status.lease_ms > 0 else WRONG, lease, "" if status.lease_ms > 0 else "it fires nothing"
-    )
-    skewed = abs(status.clock_skew_ms) > SKEW_WARN_MS
-    yield Finding(
-        "clock skew",
-        NOTE if skewed else GOOD,
-        f"{status.clock_skew_ms} ms from the database",
-        "run a time service (chrony, systemd-timesyncd)" if skewed else "",
-    )
-    overdue_ms = status.oldest_due_ms or 0
-    overdue = f"the oldest due {spoken(overdue_ms)} ago" if overdue_ms else "none overdue"
-    yield Finding(
-        "backlog",
-        NOTE if overdue_ms > OVERDUE_WARN_MS or status.held else GOOD,
-        f"{status.writes_waiting} writes waiting, {status.held} timers held back, {overdue}",
-        "a destination is slow or down: `duetime timer list` shows which" if status.held else "",
-    )
-    late = (status.lateness_p99_ms or 0) > LATE_WARN_MS
-    yield Finding("lateness", NOTE if late else GOOD, lateness_of(status))
+            return [Finding("server", WRONG, f"{client.url}: {error.detail}")], None
+    where = f"{client.url}: Duetime {status.version} on {status.store}"
+    if status.ready:
+        return [Finding("server", GOOD, f"{where}, ready"), *findings], status
+    return [Finding("server", WRONG, f"{where}, not ready: {status.reason}", "it fires nothing"), *findings], status
+
+
+async def _settled(client: AsyncClient) -> tuple[ClusterStatus, list[Finding]]:
+    """The cluster and what is to be said of it, once what was only passing has passed."""
+    waited_ms = 0.0
+    while True:
+        status = await client.cluster_status()
+        findings = about_cluster(status)
+        passing = any(finding.verdict == WRONG and finding.check in _PASSING_CHECKS for finding in findings)
+        if not passing or waited_ms > status.dead_after_ms + _SETTLING_MS:
+            return status, findings
+        await asyncio.sleep(_LOOK_PAUSE_S)
+        waited_ms += _LOOK_PAUSE_S * 1_000
 
 
 def _url_of(config: Config) -> str | None:

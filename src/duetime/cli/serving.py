@@ -20,6 +20,10 @@ __all__ = ["configured", "new_token", "serve", "show_config"]
 
 def serve(arguments: Arguments) -> int:
     config = configured(arguments)
+    if config.server.workers > 1:
+        from duetime.workers import run_workers
+
+        return run_workers(config)
     from duetime.app import run  # pulls in the whole server
 
     return run(config)
@@ -32,6 +36,8 @@ def configured(arguments: Arguments) -> Config:
         flags["store.url"] = arguments.store
     if arguments.listen is not None:
         flags["server.listen"] = arguments.listen
+    if arguments.workers is not None:
+        flags["server.workers"] = arguments.workers
     for text in arguments.set:
         path, equals, value = text.partition("=")
         if not equals:

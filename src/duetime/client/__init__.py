@@ -4,6 +4,7 @@
         duetime.create("order-17", delay="30m", callback_url="https://shop.example/hooks", payload={"order": 17})
 
 `AsyncClient` does the work; `Client` offers the same methods to code without an event loop.
+In front of a cluster, `direct=True` sends what is about a timer to the instance that owns it.
 `verify`, `ok`, `retry` and `again_at` are for the side that is called back.
 
 What is repeated by itself, within `retries` and `timeout`: whatever certainly changed nothing (429, 503
@@ -19,6 +20,7 @@ from duetime.client.failures import ConnectionFailed
 from duetime.client.shapes import (
     ClusterStatus,
     Created,
+    HeldFor,
     Member,
     Missed,
     Namespace,
@@ -27,6 +29,7 @@ from duetime.client.shapes import (
     Page,
     RetryPolicy,
     Shard,
+    ShardCounts,
     Timer,
     TimerChanges,
     TimerFilter,
@@ -61,6 +64,7 @@ __all__ = [
     "DuetimeError",
     "Ending",
     "Forbidden",
+    "HeldFor",
     "InvalidField",
     "Member",
     "Missed",
@@ -73,6 +77,7 @@ __all__ = [
     "Rejected",
     "RetryPolicy",
     "Shard",
+    "ShardCounts",
     "SignatureError",
     "State",
     "Timer",

@@ -250,12 +250,39 @@ class Namespace(Struct, frozen=True, kw_only=True, rename="camel"):
     signing_secrets: tuple[str, ...] = ()
 
 
+class HeldFor(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A destination that due timers wait for."""
+
+    destination: str
+    held: int
+    in_flight: int
+    failures: int
+    breaker_open: bool
+
+
 class Member(Struct, frozen=True, kw_only=True, rename="camel"):
+    """An instance. What only it can know is None if it is dead or `unreachable` (which says why)."""
+
     instance_id: str
     address: str
     alive: bool
     self_: bool = msgspec.field(name="self")
     shards: int
+    joined_at: datetime
+    unreachable: str | None = None
+    version: str | None = None
+    ready: bool | None = None
+    reason: str | None = None
+    lease_ms: int | None = None
+    clock_skew_ms: int | None = None
+    in_memory: int | None = None
+    in_flight: int | None = None
+    held: int | None = None
+    writes_waiting: int | None = None
+    oldest_due_ms: int | None = None
+    lateness_p50_ms: float | None = msgspec.field(name="latenessP50Ms", default=None)
+    lateness_p99_ms: float | None = msgspec.field(name="latenessP99Ms", default=None)
+    held_for: tuple[HeldFor, ...] = ()
 
 
 class Shard(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -267,21 +294,32 @@ class Shard(Struct, frozen=True, kw_only=True, rename="camel"):
     horizon: datetime | None = None
 
 
+class ShardCounts(Struct, frozen=True, kw_only=True, rename="camel"):
+    total: int
+    owned: int
+    free: int
+    of_dead: int
+
+
 class ClusterStatus(Struct, frozen=True, kw_only=True, rename="camel"):
-    """The cluster as the answering instance sees it; counts are that instance's own."""
+    """The whole cluster. Figures are of all members that answered, together or, of lateness, skew and age, at
+    their worst; `ready` and `version` are of the instance that was asked."""
 
     instance_id: str
     version: str
     store: str
     ready: bool
-    lease_ms: int
-    clock_skew_ms: int
+    clock_skew_max_ms: int
+    dead_after_ms: int
     members: tuple[Member, ...]
-    shards: tuple[Shard, ...]
+    shard_counts: ShardCounts
+    unowned_shards: tuple[int, ...]
+    shards: tuple[Shard, ...] = ()
     in_memory: int
     in_flight: int
     held: int
     writes_waiting: int
+    clock_skew_ms: int
     reason: str | None = None
     oldest_due_ms: int | None = None
     lateness_p50_ms: float | None = msgspec.field(name="latenessP50Ms", default=None)

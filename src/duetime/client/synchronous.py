@@ -13,10 +13,11 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from duetime.client.asynchronous import RETRIES, AsyncClient, AsyncNamespaces
+from duetime.client.routing import Direct
 
 __all__ = ["Client", "Namespaces"]
 
@@ -103,21 +104,30 @@ class Client:
 
     def __init__(
         self,
-        url: str | None = None,
+        url: str | Sequence[str] | None = None,
         token: str | None = None,
         *,
         namespace: str = "default",
         timeout: float = 10.0,
         retries: int = RETRIES,
         coalesce: bool = False,
+        direct: Direct = False,
     ) -> None:
         self._make = functools.partial(
-            AsyncClient, url, token, namespace=namespace, timeout=timeout, retries=retries, coalesce=coalesce
+            AsyncClient,
+            url,
+            token,
+            namespace=namespace,
+            timeout=timeout,
+            retries=retries,
+            coalesce=coalesce,
+            direct=direct,
         )
         self._thread: _LoopThread | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self.url = self._make().url  # a malformed URL or token is noticed here
+        self.urls = self._make().urls  # a malformed URL or token is noticed here
+        self.url = self.urls[0]
         self.namespace = namespace
         self.namespaces = Namespaces(self)
 

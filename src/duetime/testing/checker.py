@@ -10,6 +10,8 @@ tells which wish it serves. Wishes about one timer come one after the other; an 
     D  what fires last is the last acknowledged value (together with A and C), and nothing nobody asked for
     E  one firing owner at a time: once a shard has fired under a version, no older one fires, and nobody
        else fires under that one
+    R  (if `judge` is told which faults there were) what a receiver has accepted is repeated only if a fault
+       struck whoever delivered it before that could be on record
 
 `judge` answers the violations as readable stories; an empty list is a pass.
 """
@@ -19,12 +21,16 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from msgspec import Struct
 
 from duetime.timetext import format_instant
 
-__all__ = ["Callback", "Kind", "Result", "Violation", "Wish", "judge"]
+__all__ = ["Callback", "Fault", "Kind", "Result", "Violation", "Wish", "judge", "repetitions"]
+
+# A delivery is on record within this time, on a machine that is slow but not broken.
+_ON_RECORD_WITHIN_MS = 5_000
 
 
 class Kind(enum.StrEnum):
@@ -60,6 +66,17 @@ class Callback(Struct, frozen=True):
     seen_at_ms: int
     fence: str = ""
     owner: str = ""
+    delivery: str = ""  # the same for everything that serves one firing: what receivers deduplicate by
+    accepted_at_ms: int = 0  # when the receiver said that it is done; 0: it did not
+
+
+class Fault(Struct, frozen=True):
+    """Something that was done to the cluster, until it had recovered. `who` is the owner it struck; empty: all."""
+
+    kind: str
+    from_ms: int
+    until_ms: int
+    who: str = ""
 
 
 class Violation(Struct, frozen=True):
@@ -72,8 +89,17 @@ class Violation(Struct, frozen=True):
         return f"[{self.invariant}] {self.timer}: {self.what}\n{self.story}"
 
 
-def judge(wishes: Iterable[Wish], callbacks: Sequence[Callback], *, clock_error_ms: int = 0) -> list[Violation]:
-    """Everything that should not have been, timer by timer. `clock_error_ms`: how far a sender's clock may be off."""
+def judge(
+    wishes: Iterable[Wish],
+    callbacks: Sequence[Callback],
+    *,
+    clock_error_ms: int = 0,
+    faults: Sequence[Fault] | None = None,
+) -> list[Violation]:
+    """Everything that should not have been, timer by timer. `clock_error_ms`: how far a sender's clock may be off.
+
+    Without `faults` nothing is said about repetitions; with an empty list there may be none.
+    """
     by_timer: dict[str, list[Wish]] = defaultdict(list)
     for wish in wishes:
         by_timer[wish.timer].append(wish)
@@ -86,7 +112,36 @@ def judge(wishes: Iterable[Wish], callbacks: Sequence[Callback], *, clock_error_
         seen = sorted(calls[timer], key=lambda call: call.seen_at_ms)
         for invariant, what in _wrongs(history, seen, clock_error_ms):
             violations.append(Violation(invariant, timer, what, _story(history, seen)))
-    return violations + _two_owners(callbacks)
+    violations += _two_owners(callbacks)
+    if faults is not None:
+        violations += _needless(callbacks, faults)
+    return violations
+
+
+def repetitions(callbacks: Iterable[Callback]) -> list[tuple[Callback, Callback]]:
+    """What was accepted, and the call that came for it all the same."""
+    by_delivery: dict[str, list[Callback]] = defaultdict(list)
+    for call in callbacks:
+        if call.delivery:
+            by_delivery[call.delivery].append(call)
+    return [
+        (before, again)
+        for calls in by_delivery.values()
+        for before, again in pairwise(sorted(calls, key=lambda call: call.started_at_ms))
+        if before.accepted_at_ms
+    ]
+
+
+def _needless(callbacks: Sequence[Callback], faults: Sequence[Fault]) -> Iterable[Violation]:
+    for before, again in repetitions(callbacks):
+        on_record_ms = before.accepted_at_ms + _ON_RECORD_WITHIN_MS
+        struck = (fault for fault in faults if fault.who in ("", before.owner))
+        if not any(fault.from_ms <= on_record_ms and fault.until_ms >= before.started_at_ms for fault in struck):
+            what = (
+                f"{before.value!r} was accepted from {before.owner} at {_clock(before.accepted_at_ms)} and came again"
+                f" from {again.owner}, though nothing had happened to {before.owner}"
+            )
+            yield Violation("R", before.timer, what, _story((), (before, again)))
 
 
 def _two_owners(callbacks: Sequence[Callback]) -> list[Violation]:
@@ -166,7 +221,7 @@ def _story(history: Sequence[Wish], seen: Sequence[Callback]) -> str:
         (
             call.started_at_ms,
             f"{_clock(call.started_at_ms)}–{_clock(call.seen_at_ms)}  fired {call.value}"
-            f" attempt {call.attempt} fence {call.fence}",
+            f" attempt {call.attempt} fence {call.fence} {call.owner}".rstrip(),
         )
         for call in seen
     ]

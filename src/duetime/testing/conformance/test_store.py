@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from urllib.parse import urlsplit
 
@@ -20,7 +21,14 @@ def _wipe_sqlite(url: str) -> None:
             os.unlink(path_of(url) + suffix)
 
 
-_WIPES = {"sqlite": _wipe_sqlite}
+def _wipe_postgres(url: str) -> None:
+    from duetime.stores import postgres_schema
+    from duetime.stores.postgres_link import address_of
+
+    asyncio.run(postgres_schema.wipe(address_of(url)))
+
+
+_WIPES = {"sqlite": _wipe_sqlite, "postgresql": _wipe_postgres, "postgres": _wipe_postgres}
 
 
 @pytest.mark.skipif(not URL, reason="DUETIME_TEST_STORE names no store")
@@ -34,4 +42,4 @@ class TestNamedStore(StoreConformance):
         scheme = urlsplit(URL).scheme
         if scheme not in _WIPES:
             pytest.fail(f"the suite does not know how to wipe a {scheme} store: subclass StoreConformance instead")
-        _WIPES[scheme](URL)
+        await asyncio.to_thread(_WIPES[scheme], URL)

@@ -1,0 +1,453 @@
+"""The way to the database under PostgresStore: its URL, its sessions, and what their errors mean.
+
+A session is one connection with one statement in flight. It connects when it is used, and again when it broke.
+A statement that was begun is never cancelled, because the answer to a cancelled write is a guess: past its
+deadline the connection is thrown away, and a caller who gives up waiting leaves the statement to finish.
+
+Behind a pooler that shares connections by transaction (`?pooler=transaction`) every statement is a transaction
+of three messages, and nothing is kept prepared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import ssl
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final, TypeVar
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+
+from msgspec import Struct
+
+from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreUnavailable
+
+try:
+    import asyncpg
+    from asyncpg.connect_utils import SessionAttribute
+except ImportError:
+    raise SetupError(
+        "store.url: PostgreSQL needs its driver: pip install 'duetime[postgres]'", field="store.url"
+    ) from None
+
+__all__ = ["Address", "Session", "Sessions", "address_of", "begin_sql", "connect", "setup_error", "store_error"]
+
+T = TypeVar("T")
+
+CONNECT_SECONDS = 3.0
+CLOSE_SECONDS = 2.0
+
+# --- the URL -------------------------------------------------------------------------------------
+
+# What asyncpg takes out of a URL, and what the server itself takes at a connection's start.
+_DRIVER_OPTIONS = frozenset(
+    {
+        "host", "port", "user", "password", "passfile", "dbname", "database", "target_session_attrs",
+        "sslmode", "sslcert", "sslkey", "sslrootcert", "sslcrl", "sslpassword", "sslnegotiation",
+        "ssl_min_protocol_version", "ssl_max_protocol_version", "krbsrvname", "gsslib",
+    }
+)  # fmt: skip
+_SERVER_OPTIONS = frozenset({"application_name", "options"})
+_OWN_OPTIONS = frozenset({"pooler", "schema"})
+_SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+_PRIMARIES = ("any", "primary", "read-write")
+
+
+class Address(Struct, frozen=True):
+    """Where the database is, as the driver wants to hear it, and as a person may read it (no password)."""
+
+    dsn: str
+    label: str
+    schema: str | None = None
+    pooled: bool = False
+    application_name: str = "duetime"
+    target: str = "primary"
+
+
+def address_of(url: str) -> Address:
+    """postgresql://user:password@host:port/database?option=value, as in libpq; and `pooler`, `schema`."""
+    try:
+        parts = urlsplit(url)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError as error:
+        raise _wrong(f"cannot be read: {error}") from None
+    for name in options:
+        if name not in _DRIVER_OPTIONS | _SERVER_OPTIONS | _OWN_OPTIONS:
+            known = ", ".join(sorted(_DRIVER_OPTIONS | _SERVER_OPTIONS | _OWN_OPTIONS))
+            raise _wrong(f"has the option {name!r}, which is not known; known are {known}")
+    if parts.fragment:
+        raise _wrong("has a '#': in a name or a password it is written %23")
+    if parts.netloc.count("@") > 1:
+        raise _wrong("has an '@' in its password: there it is written %40")
+    if not parts.path.strip("/") and not options.keys() & {"dbname", "database"}:
+        raise _wrong("names no database: postgresql://user:password@host:5432/DATABASE")
+    _check(options, "sslmode", _SSL_MODES)
+    _check(options, "pooler", ("transaction", "session", "none"))
+    _check(options, "target_session_attrs", _PRIMARIES)
+    schema = options.get("schema")
+    if schema is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_$]{0,62}", schema):
+        raise _wrong(f"has the schema {schema!r}: letters, digits and underscores, at most 63")
+    target = options.pop("target_session_attrs", "primary")
+    given = {name: value for name, value in options.items() if name in _DRIVER_OPTIONS or name == "options"}
+    return Address(
+        dsn=urlunsplit(("postgresql", parts.netloc, parts.path, urlencode(given, quote_via=quote), "")),
+        label=_label(parts.netloc, parts.path, options),
+        schema=schema,
+        pooled=options.get("pooler") == "transaction",
+        application_name=options.get("application_name", "duetime"),
+        target="primary" if target == "any" else target,
+    )
+
+
+def _wrong(what: str) -> SetupError:
+    return SetupError(f"store.url: the PostgreSQL URL {what}", field="store.url")
+
+
+def _check(options: dict[str, str], name: str, known: Sequence[str]) -> None:
+    if options.get(name, known[0]) not in known:
+        raise _wrong(f"has {name}={options[name]}; known are {', '.join(known)}")
+
+
+def _label(netloc: str, path: str, options: dict[str, str]) -> str:
+    host = netloc.rpartition("@")[2] or options.get("host", "")
+    database = path.strip("/") or options.get("dbname", options.get("database", ""))
+    return f"{host or 'the local server'}/{database}"
+
+
+# --- errors --------------------------------------------------------------------------------------
+#
+# A statement on its own is a transaction. If the server answers it with an error, it was rolled back: nothing was
+# applied. If the connection ends without an answer, nobody knows. In between stand the errors that come with the
+# end of a connection: a server that shuts down may say so to a session whose commit is already in the log, and is
+# waiting there for a standby; so those are unknown too.
+
+_APPLIED_NOT: Final = False
+_MAYBE: Final = True
+
+# Each class of SQLSTATEs, and single ones that differ from their class. tests/unit/test_postgres_errors.py fails
+# when the driver knows a class that is not listed.
+MAY_HAVE_COMMITTED: dict[str, bool] = {
+    # The statement or its values were refused, or it lost against another one: rolled back.
+    **dict.fromkeys(("03", "09", "0A", "0B", "0F", "0L", "0P", "0Z", "10", "20", "21", "22", "23"), _APPLIED_NOT),
+    **dict.fromkeys(("24", "25", "26", "27", "28", "2B", "2D", "2F", "34", "38", "39", "3B", "3D"), _APPLIED_NOT),
+    **dict.fromkeys(("3F", "40", "42", "44", "54", "55", "72", "F0", "HV", "P0"), _APPLIED_NOT),
+    "40003": _MAYBE,  # statement completion unknown
+    # Disk full, out of memory, too many connections. What fails after the commit is in the log stops the server.
+    "53": _APPLIED_NOT,
+    # The connection failed; but not so if it never came about. A pooler reports its troubles as 08P01.
+    "08": _MAYBE,
+    "08001": _APPLIED_NOT,
+    "08004": _APPLIED_NOT,
+    # An operator or the server intervened: a cancelled statement is rolled back, one whose session was ended may
+    # be committed; a session that was idle too long never read it.
+    "57": _MAYBE,
+    "57014": _APPLIED_NOT,
+    "57P03": _APPLIED_NOT,
+    "57P05": _APPLIED_NOT,
+    # Nobody can say.
+    "58": _MAYBE,
+    "XX": _MAYBE,
+}
+
+# After these a session is as good as before: the statement failed, not the server. After 25006, for one, it is
+# not: the server became read-only under it.
+_SESSION_LIVES = frozenset({"21", "22", "23", "40", "42", "53", "54", "55", "57014"})
+
+_MESSAGES: tuple[tuple[str, str], ...] = (
+    ("53100", "the disk of the database is full"),
+    ("53300", "the database has no connection left"),
+    ("53200", "the database is out of memory"),
+    ("40P01", "the database broke a deadlock"),
+    ("25006", "the database is read-only: a standby, or full"),
+    ("57P03", "the database is starting or stopping"),
+    ("57P01", "the database is shutting down"),
+    ("57P02", "the database crashed"),
+    ("57014", "the statement was cancelled on the server"),
+    ("28", "the database refuses the user"),
+    ("3D000", "the database does not exist"),
+)
+
+
+def may_have_committed(error: BaseException) -> bool:
+    """Of an error met by a statement that is a transaction of its own, after it was sent."""
+    if isinstance(error, asyncpg.PostgresError):
+        state = str(error.sqlstate or "")
+        return MAY_HAVE_COMMITTED.get(state, MAY_HAVE_COMMITTED.get(state[:2], _MAYBE))
+    # The driver's own refusals, made before anything is sent: a closed connection, a value that has no such type.
+    return not isinstance(error, asyncpg.InterfaceError)
+
+
+def store_error(error: BaseException, *, writing: bool) -> StoreError:
+    """What a driver's error means to the engine."""
+    state = str(getattr(error, "sqlstate", None) or "")
+    text = next((text for start, text in _MESSAGES if state.startswith(start)), type(error).__name__)
+    detail = f"postgresql: {text} ({_in_words(error)})"
+    if writing and may_have_committed(error):
+        return OutcomeUnknown(detail)
+    return StoreUnavailable(detail)
+
+
+def _in_words(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0]
+
+
+def setup_error(address: Address, error: BaseException) -> SetupError | StoreUnavailable:
+    """What goes wrong while opening: said so that one knows what to do. A server that is away may come back."""
+    state = str(getattr(error, "sqlstate", None) or "")
+    for start, text in _EXPLANATIONS:
+        if state.startswith(start):
+            return SetupError(f"store.url: {address.label} {text} ({_in_words(error)})", field="store.url")
+    if isinstance(error, asyncpg.TargetServerAttributeNotMatched):
+        return SetupError(
+            f"store.url: {address.label} is a read-only standby; name the primary, or all hosts of the cluster",
+            field="store.url",
+        )
+    if isinstance(error, ssl.SSLError) or "rejected SSL upgrade" in str(error):
+        return SetupError(
+            f"store.url: {address.label}: no TLS connection as sslmode asks for ({_in_words(error)})", field="store.url"
+        )
+    if isinstance(error, ValueError):  # the driver's word for options that make no sense
+        return SetupError(f"store.url: {address.label}: {_in_words(error)}", field="store.url")
+    if isinstance(error, TimeoutError):
+        return StoreUnavailable(f"postgresql: {address.label} does not answer within {CONNECT_SECONDS:g} s")
+    if isinstance(error, OSError):
+        return StoreUnavailable(f"postgresql: {address.label} cannot be reached ({_in_words(error)})")
+    return store_error(error, writing=False)  # type: ignore[return-value]
+
+
+_EXPLANATIONS: tuple[tuple[str, str], ...] = (
+    ("28P01", "refuses the password"),
+    ("28000", "does not let this user in: is the role there, and does pg_hba.conf allow it from here?"),
+    ("3D000", "does not exist; CREATE DATABASE … ENCODING 'UTF8' makes it"),
+    ("42501", "does not allow this user to do what is needed; `duetime serve` makes its tables itself and needs"
+              " CREATE on the schema: GRANT USAGE, CREATE ON SCHEMA … TO …"),
+    ("3F000", "has no schema to make tables in; name one: ?schema=duetime"),
+    ("42P07", "has tables of another program under the names needed here; name a schema of its own: ?schema=duetime"),
+    ("25006", "is read-only: a standby, or default_transaction_read_only is on"),
+    ("55P03", "is being updated by another instance for too long; is one of them stuck?"),
+)  # fmt: skip
+
+
+# --- sessions ------------------------------------------------------------------------------------
+
+# Every statement is by index and planned once (postgres_sql.py says why).
+_PLANNING = {
+    "plan_cache_mode": "force_generic_plan",
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "enable_sort": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+    "jit": "off",
+}
+
+
+def _server_settings(address: Address) -> dict[str, str]:
+    """What a session of its own is set to. A pooler passes none of it on, but for the name."""
+    if address.pooled:
+        return {"application_name": address.application_name}
+    settings = {
+        "application_name": address.application_name,
+        "default_transaction_isolation": "read committed",  # what the fences are proven under
+        "tcp_keepalives_idle": "10",
+        "tcp_keepalives_interval": "5",
+        "tcp_keepalives_count": "3",
+        **_PLANNING,
+    }
+    if address.schema is not None:
+        settings["search_path"] = address.schema
+    return settings
+
+
+def begin_sql(address: Address) -> str:
+    """READ WRITE, because a standby refuses that: nothing is ever read there."""
+    settings = dict(_PLANNING) | {"idle_in_transaction_session_timeout": "15s"}
+    if address.schema is not None:
+        settings["search_path"] = address.schema
+    sets = "".join(f"; SET LOCAL {name} = '{value}'" for name, value in settings.items())
+    return f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE{sets}"
+
+
+class _Connection(asyncpg.Connection):
+    """A connection that notices by itself when its other end is gone."""
+
+    def __init__(self, protocol: Any, transport: Any, *rest: Any) -> None:
+        super().__init__(protocol, transport, *rest)
+        link = transport.get_extra_info("socket")
+        if link is None or link.family == getattr(socket, "AF_UNIX", None):
+            return
+        wanted = [(socket.SOL_SOCKET, "SO_KEEPALIVE", 1)]
+        wanted += [
+            (socket.IPPROTO_TCP, name, value)
+            for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+        ]
+        for level, name, value in wanted:
+            if hasattr(socket, name):
+                with contextlib.suppress(OSError):
+                    link.setsockopt(level, getattr(socket, name), value)
+
+
+async def connect(address: Address, within_seconds: float = CONNECT_SECONDS) -> asyncpg.Connection[Any]:
+    return await asyncpg.connect(
+        address.dsn,
+        timeout=within_seconds,
+        connection_class=_Connection,
+        server_settings=_server_settings(address),
+        statement_cache_size=0 if address.pooled else 200,
+        max_cached_statement_lifetime=0,
+        # Behind a pooler the driver's own question could be answered by two servers; BEGIN READ WRITE asks there.
+        target_session_attrs=None if address.pooled else SessionAttribute(address.target),
+    )
+
+
+class Session:
+    """One connection and the statements that wait for it, in their order."""
+
+    def __init__(self, address: Address, deadline_seconds: float, connect_seconds: float = CONNECT_SECONDS) -> None:
+        self._address = address
+        self._deadline_seconds = deadline_seconds
+        self._connect_seconds = connect_seconds
+        self._connection: asyncpg.Connection[Any] | None = None
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._refused_at = -1.0
+        self._refusal: StoreError | None = None
+        self._expired = False
+        self._closed = False
+        self._begin = begin_sql(address)
+
+    @property
+    def busy(self) -> int:
+        """How many statements are under way or waiting."""
+        return len(self._tasks)
+
+    async def read(self, sql: str, *args: Any) -> list[Any]:
+        return await self._outliving(self._run(sql, args, writing=False))
+
+    async def write(self, sql: str, *args: Any) -> list[Any]:
+        return await self._outliving(self._run(sql, args, writing=True))
+
+    async def close(self) -> None:
+        """After what is under way, unless that takes too long."""
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(Exception):
+                await connection.close(timeout=CLOSE_SECONDS)
+            connection.terminate()
+
+    async def _outliving(self, work: Coroutine[Any, Any, T]) -> T:
+        """A caller that is cancelled stops waiting; the work goes on. The driver would cancel it on the server."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, even if nobody waits for it any more
+
+    async def _run(self, sql: str, args: Sequence[Any], *, writing: bool) -> list[Any]:
+        arrived_at = asyncio.get_running_loop().time()
+        async with self._turn:
+            connection = await self._connected(arrived_at)
+            expiry = asyncio.get_running_loop().call_later(self._deadline_seconds, self._expire)
+            try:
+                if self._address.pooled:
+                    return await self._transaction(connection, sql, args, writing)
+                return await connection.fetch(sql, *args)
+            except StoreError:
+                raise
+            except Exception as error:
+                raise self._failed(connection, error, writing) from error
+            except BaseException:  # the event loop is being torn down
+                self._drop(connection)
+                raise
+            finally:
+                expiry.cancel()
+
+    async def _transaction(
+        self, connection: asyncpg.Connection[Any], sql: str, args: Sequence[Any], writing: bool
+    ) -> list[Any]:
+        """Begin, the statement, commit. Whatever happens before the commit is sent, nothing is applied."""
+        try:
+            await connection.execute(self._begin)
+            rows: list[Any] = await connection.fetch(sql, *args)
+        except Exception as error:
+            failure = self._failed(connection, error, writing=False)
+            if self._connection is connection:
+                try:
+                    await connection.execute("ROLLBACK")
+                except Exception:
+                    self._drop(connection)
+            raise failure from error
+        try:
+            answer = await connection.execute("COMMIT")
+        except Exception as error:
+            self._drop(connection)
+            detail = f"postgresql: no word of what became of a commit ({_in_words(error)})"
+            raise (OutcomeUnknown if writing else StoreUnavailable)(detail) from error
+        if answer != "COMMIT":
+            raise StoreUnavailable(f"postgresql: the transaction was rolled back ({answer})")
+        return rows
+
+    async def _connected(self, arrived_at: float) -> asyncpg.Connection[Any]:
+        if self._closed:
+            raise StoreUnavailable("the store is closed")
+        connection = self._connection
+        if connection is not None and not connection.is_closed():
+            return connection
+        if self._refusal is not None and self._refused_at >= arrived_at:
+            raise StoreUnavailable(self._refusal.detail)  # somebody tried while this one was waiting
+        try:
+            self._connection = connection = await connect(self._address, self._connect_seconds)
+        except Exception as error:
+            failure = setup_error(self._address, error)
+            self._refusal = StoreUnavailable(failure.detail)
+            self._refused_at = asyncio.get_running_loop().time()
+            raise self._refusal from error
+        self._refusal = None
+        return connection
+
+    def _expire(self) -> None:
+        if self._connection is not None:
+            self._expired = True
+            self._connection.terminate()
+
+    def _failed(self, connection: asyncpg.Connection[Any], error: BaseException, writing: bool) -> StoreError:
+        expired, self._expired = self._expired, False
+        state = str(getattr(error, "sqlstate", None) or "")
+        if expired or connection.is_closed() or not ({state, state[:2]} & _SESSION_LIVES):
+            self._drop(connection)
+        if expired:
+            detail = f"postgresql: no answer within {self._deadline_seconds:g} s"
+            return OutcomeUnknown(detail) if writing else StoreUnavailable(detail)
+        return store_error(error, writing=writing)
+
+    def _drop(self, connection: asyncpg.Connection[Any]) -> None:
+        connection.terminate()
+        if self._connection is connection:
+            self._connection = None
+
+
+class Sessions:
+    """A few sessions for the same kind of work: the idlest one takes it."""
+
+    def __init__(self, address: Address, count: int, deadline_seconds: float) -> None:
+        self._sessions = [Session(address, deadline_seconds) for _ in range(count)]
+
+    async def read(self, sql: str, *args: Any) -> list[Any]:
+        return await self._idlest().read(sql, *args)
+
+    async def write(self, sql: str, *args: Any) -> list[Any]:
+        return await self._idlest().write(sql, *args)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(session.close() for session in self._sessions))
+
+    def _idlest(self) -> Session:
+        return min(self._sessions, key=lambda session: session.busy)

@@ -1,0 +1,655 @@
+"""What PostgresStore says to its database: every statement, and the functions that ask and read the answers.
+
+A commit is one statement and one round trip. Its first step locks the shard rows, in the order of their ids,
+and checks the fences; everything else in it happens only if all of them held. Locking is what makes a fence:
+a claim that is under way is waited for, and a row that it changed no longer matches. Batches travel as arrays,
+one for each column. Times travel as milliseconds and are made timestamps by the server, which is exact from 1970
+to 9999 and costs the client nothing.
+
+A statement names its tables without a schema: that is the session's search path.
+
+No plan may depend on statistics, because it is made once, perhaps while the table is empty, and kept. PostgreSQL
+takes no orders, but it can be left without a choice, and every statement is written so. Sessions plan with nested
+loops and indexes only (postgres_link.py). What leads (the keys, the fences) leads because the table can be entered
+in no other way: through LATERAL with an OFFSET or a LIMIT, or by a whole key all of which, even the row_type, comes
+from the leading side. And a question matches one index: those by time name row_type, those by id never do, but
+timer_outcome. tests/conformance/test_postgres_zombies.py counts what is read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from duetime.errors import MemberDead, ShardLost
+from duetime.model import (
+    NO_EXTRAS,
+    ROW_FORMAT,
+    Ending,
+    Extras,
+    Namespace,
+    Position,
+    Reached,
+    RetryPolicy,
+    Timer,
+    TimerKey,
+)
+from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
+from duetime.timetext import LATEST_MS
+
+Row = Sequence[Any]
+
+LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
+
+
+class Run(Protocol):
+    """Runs one statement in one of the store's sessions."""
+
+    def __call__(self, sql: str, /, *args: Any) -> Awaitable[list[Any]]: ...
+
+
+# --- SQL -----------------------------------------------------------------------------------------
+
+
+def at(milliseconds: str) -> str:
+    return f"to_timestamp({milliseconds}::float8 / 1000)::timestamptz(3)"
+
+
+def _ms(column: str) -> str:
+    return f"(date_part('epoch', {column}) * 1000)::bigint"
+
+
+KEY = "timer_execute_at, timer_uuid_high, timer_uuid_low"
+
+_KEY_OF_SHARD = "1::smallint AS row_type, '-infinity'::timestamptz(3) AS at, 0::bigint AS high, 0::bigint AS low"
+_KEY_OF_ROW = "t.row_type, t.timer_execute_at AS at, t.timer_uuid_high AS high, t.timer_uuid_low AS low"
+_IS_ROW_OF = """t.row_type = f.row_type AND t.shard_id = f.shard_id
+  AND t.timer_execute_at = f.at AND t.timer_uuid_high = f.high AND t.timer_uuid_low = f.low"""
+_IS_TIMER_OF_KEY = """t.timer_outcome IS NULL AND t.shard_id = k.shard_id
+    AND t.timer_namespace = k.timer_namespace AND t.timer_id = k.timer_id"""
+
+# The columns of a timer: name, type, and whether it is a time. In the order of timer_of and reached_of.
+_TIMER_COLUMNS: Final = (
+    ("timer_execute_at", "bigint", True),
+    ("timer_uuid_high", "bigint", False),
+    ("timer_uuid_low", "bigint", False),
+    ("timer_namespace", "text", False),
+    ("timer_id", "text", False),
+    ("timer_generation", "bigint", False),
+    ("timer_scheduled_at", "bigint", True),
+    ("timer_created_at", "bigint", True),
+    ("timer_attempts", "int", False),
+    ("timer_callback_url", "text", False),
+    ("timer_payload", "text", False),
+    ("timer_retry_policy", "json", False),
+    ("timer_callback_timeout_seconds", "int", False),
+    ("timer_correlation_id", "text", False),
+    ("timer_options", "json", False),
+)
+_REACHED_COLUMNS: Final = (
+    *_TIMER_COLUMNS,
+    ("timer_own_execute_at", "bigint", True),
+    ("timer_own_uuid_high", "bigint", False),
+    ("timer_own_uuid_low", "bigint", False),
+    ("timer_outcome", "text", False),
+    ("timer_reached_at", "bigint", True),
+)
+_COLUMNS = {2: _TIMER_COLUMNS, 3: _REACHED_COLUMNS}
+
+
+def selected(row_type: int, if_only: str = "") -> str:
+    """The columns as they are read. `if_only`: NULL instead, but for the position, unless that is true."""
+    texts = [_ms(f"t.{name}") if is_time else f"t.{name}" for name, _, is_time in _COLUMNS[row_type]]
+    if if_only:
+        texts[3:] = [f"CASE WHEN {if_only} THEN {text} END" for text in texts[3:]]
+    return ", ".join(f"{text} AS {name}" for text, (name, _, _) in zip(texts, _COLUMNS[row_type], strict=True))
+
+
+class _Arguments:
+    """Numbers the arguments of a statement that is put together from parts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def arrays(self, *types: str) -> list[str]:
+        first = self.count + 1
+        self.count += len(types)
+        return [f"${number}::{kind}[]" for number, kind in enumerate(types, first)]
+
+
+def _fence(arguments: _Arguments, lock: str) -> str:
+    given = ", ".join(arguments.arrays("int", "bigint", "bigint"))
+    return f"""fence AS MATERIALIZED (
+  SELECT f.* FROM (
+    SELECT *, {_KEY_OF_SHARD} FROM unnest({given}) WITH ORDINALITY AS u(shard_id, version, nonce, number) OFFSET 0
+  ) AS f JOIN timers AS t ON {_IS_ROW_OF}
+  WHERE t.shard_version = f.version AND t.shard_nonce = f.nonce AND t.shard_owner_id IS NOT NULL
+  ORDER BY f.number FOR {lock} OF t)"""  # noqa: S608
+
+
+def _insert(arguments: _Arguments, row_type: int, after: str) -> str:
+    columns = _COLUMNS[row_type]
+    given = ", ".join(arguments.arrays("int", *(kind for _, kind, _ in columns)))
+    names = ", ".join(name for name, _, _ in columns)
+    values = ", ".join(at(name) if is_time else name for name, _, is_time in columns)
+    # The timers that puts replace are gone by then; a reached row that is there already stays as it is.
+    conflict = " ON CONFLICT DO NOTHING" if row_type == 3 else ""
+    return f"""INSERT INTO timers (row_type, row_format, shard_id, {names})
+  SELECT {row_type}, {ROW_FORMAT}, shard_id, {values} FROM unnest({given}) AS v(shard_id, {names})
+  WHERE {after}{conflict}"""  # noqa: S608
+
+
+@functools.cache
+def commit_sql(puts: bool, deletes: bool, reached: bool, low_water: bool) -> str:
+    """The commit, with only those parts that have something to do. $1: how many fences have to hold.
+
+    Steps of one statement see the same snapshot and run in no order of their own, so order is made by asking
+    for the count of the step before: the fences are locked before anything is removed, and what is removed is
+    out of the unique indexes before anything is added.
+    """
+    arguments = _Arguments()
+    arguments.count = 1
+    # Raising the low water changes the shard row; two sharers of its lock would wait for each other for ever.
+    parts = [_fence(arguments, "NO KEY UPDATE" if low_water else "SHARE")]
+    all_held = "(SELECT count(*) FROM fence) = $1::int"
+    removed, answer, sure = all_held, "'{}'::bigint[]", "$1::int"
+    if puts or deletes:
+        # The keys of the puts first: those found among them are what is replaced.
+        key_types = ("int", "text", "text")
+        put_keys, gone_keys = (arguments.arrays(*key_types) if some else None for some in (puts, deletes))
+        keys = ", ".join(" || ".join(some) for some in zip(*(k for k in (put_keys, gone_keys) if k), strict=True))
+        parts.append(f"""found AS MATERIALIZED (
+  SELECT k.number, k.shard_id, t.*
+  FROM unnest({keys}) WITH ORDINALITY AS k(shard_id, timer_namespace, timer_id, number)
+  CROSS JOIN LATERAL (
+    SELECT {_KEY_OF_ROW} FROM timers AS t WHERE {_IS_TIMER_OF_KEY} OFFSET 0) AS t
+  WHERE {all_held}),
+gone AS (DELETE FROM timers AS t USING found AS f WHERE {_IS_ROW_OF} RETURNING f.number)""")  # noqa: S608
+        removed = f"{all_held} AND (SELECT count(*) FROM gone) >= 0"  # noqa: S608
+        answer = "ARRAY(SELECT number FROM gone)"
+    if puts:
+        parts.append(f"put AS ({_insert(arguments, 2, removed)})")
+    if reached:
+        parts.append(f"ended AS ({_insert(arguments, 3, all_held)})")
+    if low_water:
+        wanted = arguments.arrays("int", "bigint", "bigint", "bigint")
+        given = ", ".join(wanted)
+        # A low water that must go down and does not would hide timers: then rather no commit, by a division by zero.
+        sure = f"""1 / CASE WHEN (SELECT count(*) FROM fence) < $1::int
+  OR (SELECT count(*) FROM water) = cardinality({wanted[0]}) THEN 1 ELSE 0 END"""  # noqa: S608
+        parts.append(f"""water AS (
+  UPDATE timers AS t SET shard_low_water = f.water FROM (
+    SELECT w.shard_id, {_KEY_OF_SHARD}, ARRAY[w.at_ms, w.high, w.low] AS water
+    FROM unnest({given}) AS w(shard_id, at_ms, high, low) OFFSET 0) AS f
+  WHERE {_IS_ROW_OF} AND {all_held} RETURNING 1)""")  # noqa: S608
+    return f"WITH {', '.join(parts)}\nSELECT ARRAY(SELECT shard_id FROM fence), {answer}, {sure}"  # noqa: S608
+
+
+_SHARD = (
+    "t.shard_id, t.shard_version, t.shard_nonce, t.shard_owner_id, t.shard_owner_address,"
+    f" {_ms('t.shard_claimed_at')} AS claimed_at, t.shard_low_water"
+)
+_SHARDS = f"SELECT {_SHARD} FROM timers AS t WHERE t.row_type = 1"  # noqa: S608
+# The lock brings the row as it is now, whatever the snapshot says: it is what a claim that fails is answered with.
+_CLAIM = f"""
+WITH found AS MATERIALIZED (
+  SELECT {_SHARD}, f.row_type, f.at, f.high, f.low, t.shard_version = f.version AS free,
+    f.nonce, f.owner_id, f.owner_address, f.now_ms
+  FROM (
+    SELECT *, {_KEY_OF_SHARD} FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::text[], $5::text[], $6::bigint[])
+      WITH ORDINALITY AS u(shard_id, version, nonce, owner_id, owner_address, now_ms, number) OFFSET 0
+  ) AS f JOIN timers AS t ON {_IS_ROW_OF}
+  ORDER BY f.number FOR UPDATE OF t),
+taken AS (
+  UPDATE timers AS t SET shard_version = t.shard_version + 1, shard_nonce = f.nonce, shard_owner_id = f.owner_id,
+    shard_owner_address = f.owner_address, shard_claimed_at = {at("f.now_ms")}
+  FROM found AS f WHERE f.free AND {_IS_ROW_OF} RETURNING {_SHARD})
+SELECT shard_id, shard_version, shard_nonce, shard_owner_id, shard_owner_address, claimed_at, shard_low_water FROM found
+UNION ALL SELECT * FROM taken
+"""  # noqa: S608
+
+
+def _release_sql() -> str:
+    fence = _fence(_Arguments(), "NO KEY UPDATE")
+    return f"""
+WITH {fence}
+UPDATE timers AS t SET shard_nonce = 0, shard_owner_id = NULL, shard_owner_address = NULL,
+  shard_claimed_at = {at("0")}
+FROM fence AS f WHERE {_IS_ROW_OF} RETURNING t.shard_id
+"""  # noqa: S608
+
+
+def _purge_sql() -> str:
+    fence = _fence(_Arguments(), "SHARE")
+    return f"""
+WITH {fence},
+old AS MATERIALIZED (
+  SELECT f.shard_id, k.* FROM fence AS f CROSS JOIN LATERAL (
+    SELECT {_KEY_OF_ROW} FROM timers AS t
+    WHERE t.shard_id = f.shard_id AND t.row_type = 3 AND t.timer_execute_at < {at("$4::bigint")}
+    ORDER BY {KEY} LIMIT $5::int) AS k),
+gone AS (
+  DELETE FROM timers AS t USING old AS f WHERE {_IS_ROW_OF} RETURNING t.shard_id)
+SELECT shard_id, count(*) - 1 FROM (SELECT shard_id FROM fence UNION ALL SELECT shard_id FROM gone) AS all_of_them
+GROUP BY shard_id
+"""  # noqa: S608
+
+
+_RELEASE = _release_sql()
+_PURGE = _purge_sql()
+_ENSURE_SHARDS = f"""
+INSERT INTO timers (shard_id, row_type, row_format, {KEY}, shard_version, shard_nonce, shard_claimed_at)
+SELECT id, 1, {ROW_FORMAT}, '-infinity', 0, 0, 0, 0, {at("0")} FROM generate_series(0, $1::int - 1) AS id
+ON CONFLICT DO NOTHING
+"""  # noqa: S608
+
+
+# A page is cut where its payloads pass its weight, but for its first timer; `total` tells that it was.
+_LOAD = f"""
+SELECT s.number, t.total, {selected(2)}
+FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::int[])
+  WITH ORDINALITY AS s(shard_id, at, high, low, until, most, number)
+CROSS JOIN LATERAL (
+  SELECT *, count(*) OVER () AS total, coalesce(sum(octet_length(timer_payload)) OVER (
+    ORDER BY {KEY} ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0) AS weight
+  FROM (
+    SELECT * FROM timers
+    WHERE shard_id = s.shard_id AND row_type = 2 AND ({KEY}) > ({at("s.at")}, s.high, s.low)
+    AND timer_execute_at <= {at("s.until")}
+    ORDER BY {KEY} LIMIT s.most) AS page) AS t
+WHERE t.weight <= $7::bigint
+"""  # noqa: S608
+
+# Both halves in one statement, so that they are of one moment. The columns a timer has not are NULL.
+_GET = f"""
+WITH k AS MATERIALIZED (
+  SELECT * FROM unnest($1::int[], $2::text[], $3::text[])
+  WITH ORDINALITY AS k(shard_id, timer_namespace, timer_id, number))
+SELECT k.number, 2, {selected(2)}, NULL::bigint, NULL::bigint, NULL::bigint, NULL::text, NULL::bigint
+FROM k CROSS JOIN LATERAL (SELECT * FROM timers AS t WHERE {_IS_TIMER_OF_KEY} OFFSET 0) AS t
+UNION ALL
+SELECT k.number, 3, {selected(3)} FROM k CROSS JOIN LATERAL (
+  SELECT * FROM timers WHERE timer_outcome IS NOT NULL AND shard_id = k.shard_id
+  AND timer_namespace = k.timer_namespace AND timer_id = k.timer_id
+  ORDER BY timer_generation DESC, timer_reached_at DESC,
+    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT 1) AS t
+"""  # noqa: S608
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+_encode = msgspec.json.Encoder().encode
+_decode_policy = msgspec.json.Decoder(RetryPolicy).decode
+_decode_extras = msgspec.json.Decoder(Extras).decode
+_decode_namespace = msgspec.json.Decoder(Namespace).decode
+FIRST_MS: Final = -1
+LAST_MS: Final = LATEST_MS + 1  # no timer is stored at or after it
+
+
+def as_json(value: object) -> str:
+    return _encode(value).decode()
+
+
+def bound_ms(at_ms: int) -> int:
+    """A bound of a search, brought to where a timestamp can be; beyond that nothing is stored anyway."""
+    return min(max(at_ms, FIRST_MS), LAST_MS)
+
+
+def _common_columns(timers: Sequence[Timer]) -> list[list[Any]]:
+    """From the namespace to the options."""
+    return [
+        [timer.namespace for timer in timers],
+        [timer.timer_id for timer in timers],
+        [timer.generation for timer in timers],
+        [timer.scheduled_at_ms for timer in timers],
+        [timer.created_at_ms for timer in timers],
+        [timer.attempts for timer in timers],
+        [timer.callback_url for timer in timers],
+        [timer.payload for timer in timers],
+        [None if timer.retry_policy is None else as_json(timer.retry_policy) for timer in timers],
+        [timer.callback_timeout_seconds for timer in timers],
+        [timer.correlation_id for timer in timers],
+        [None if timer.extras is NO_EXTRAS else as_json(timer.extras) for timer in timers],
+    ]
+
+
+def _own_columns(timers: Sequence[Timer]) -> list[list[Any]]:
+    return [
+        [timer.execute_at_ms for timer in timers],
+        [timer.uuid_high for timer in timers],
+        [timer.uuid_low for timer in timers],
+    ]
+
+
+def _reached_columns(reached: Sequence[Reached]) -> list[list[Any]]:
+    timers = [r.timer for r in reached]
+    positions = [r.position for r in reached]
+    return [
+        *([position[part] for position in positions] for part in range(3)),
+        *_common_columns(timers),
+        *_own_columns(timers),
+        [r.ending.value for r in reached],
+        [r.reached_at_ms for r in reached],
+    ]
+
+
+def timer_of(row: Row, own: int = 2) -> Timer:
+    """Of a row whose first two columns say where it belongs. `own`: where the timer's own position stands."""
+    return Timer(
+        namespace=row[5],
+        timer_id=row[6],
+        uuid_high=row[own + 1],
+        uuid_low=row[own + 2],
+        generation=row[7],
+        execute_at_ms=row[own],
+        scheduled_at_ms=row[8],
+        created_at_ms=row[9],
+        callback_url=row[11],
+        attempts=row[10],
+        payload=row[12],
+        retry_policy=None if row[13] is None else _decode_policy(row[13]),
+        callback_timeout_seconds=row[14],
+        correlation_id=row[15],
+        extras=NO_EXTRAS if row[16] is None else _decode_extras(row[16]),
+    )
+
+
+def reached_of(row: Row) -> Reached:
+    return Reached(timer=timer_of(row, own=17), ending=Ending(row[20]), reached_at_ms=row[21], purge_at_ms=row[2])
+
+
+def _shard_row(row: Row) -> ShardRow:
+    if row[6] is None:
+        return ShardRow(row[0], row[1], row[2], row[3], row[4], row[5])
+    return ShardRow(row[0], row[1], row[2], row[3], row[4], row[5], Position(*row[6]))
+
+
+def _fence_columns(fences: Sequence[Fence]) -> list[list[int]]:
+    return [
+        [fence.shard_id for fence in fences],
+        [fence.version for fence in fences],
+        [fence.nonce for fence in fences],
+    ]
+
+
+def _lost(fence: Fence) -> ShardLost:
+    return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
+
+
+def _turns(shard_ids: Sequence[int]) -> list[list[int]]:
+    """Indexes in groups to be done one after the other, so that no group names a shard twice. Normally one.
+
+    Each in the order of shards, which is the order in which everybody locks.
+    """
+    turns: list[list[int]] = []
+    times: dict[int, int] = {}
+    for index in sorted(range(len(shard_ids)), key=shard_ids.__getitem__):
+        shard_id = shard_ids[index]
+        turn = times[shard_id] = times.get(shard_id, -1) + 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(index)
+    return turns
+
+
+# --- members -------------------------------------------------------------------------------------
+
+# What tells a database from the one it was before a failover or a restore: the timeline of its log.
+TIMELINE = "substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8)"
+NO_TIMELINE = "''"
+
+
+async def join(run: Run, member: Member, timeline: str) -> str:
+    """Joining twice is joining once; but the dead stay dead. Answers the timeline."""
+    rows = await run(
+        f"""WITH new AS (
+  INSERT INTO members (instance_id, address, counter, alive, joined_at, secret)
+  VALUES ($1, $2, $3, $4, {at("$5::bigint")}, $6) ON CONFLICT DO NOTHING RETURNING alive)
+SELECT alive, {timeline} FROM (SELECT alive FROM new UNION ALL SELECT alive FROM members WHERE instance_id = $1) AS m
+""",  # noqa: S608 - TIMELINE or NO_TIMELINE
+        member.instance_id,
+        member.address,
+        member.counter,
+        member.alive,
+        member.joined_at_ms,
+        member.secret,
+    )
+    if not rows or not rows[0][0]:
+        raise MemberDead(f"{member.instance_id} was declared dead")
+    return str(rows[0][1])
+
+
+async def heartbeat(run: Run, instance_id: str, counter: int, timeline: str) -> tuple[int, str]:
+    rows = await run(
+        f"""UPDATE members SET counter = greatest(counter, $2) WHERE instance_id = $1 AND alive
+RETURNING {_ms("clock_timestamp()")}, {timeline}""",  # noqa: S608 - TIMELINE or NO_TIMELINE
+        instance_id,
+        counter,
+    )
+    if not rows:
+        raise MemberDead(f"{instance_id} was declared dead")
+    return int(rows[0][0]), str(rows[0][1])
+
+
+async def members(run: Run) -> list[Member]:
+    rows = await run(
+        f"SELECT instance_id, address, counter, alive, {_ms('joined_at')}, secret FROM members ORDER BY instance_id"  # noqa: S608
+    )
+    return [Member(*row) for row in rows]
+
+
+async def mark_dead(run: Run, instance_id: str, counter: int) -> bool:
+    [row] = await run(
+        """WITH dead AS (
+  UPDATE members SET alive = false WHERE instance_id = $1 AND counter = $2 RETURNING 1)
+SELECT EXISTS (SELECT 1 FROM dead) OR NOT EXISTS (SELECT 1 FROM members WHERE instance_id = $1 AND alive)""",
+        instance_id,
+        counter,
+    )
+    return bool(row[0])
+
+
+async def forget_member(run: Run, instance_id: str) -> None:
+    await run("DELETE FROM members WHERE instance_id = $1 AND NOT alive", instance_id)
+
+
+# --- shards --------------------------------------------------------------------------------------
+
+# A statement that waited for a lock looks again at a row that was changed meanwhile. PostgreSQL 18.6 was seen to find
+# nothing then, if the statement names several shards. So what a first try refuses is tried again: with a new
+# snapshot it has nothing to wait for, and what is refused then is refused.
+_TRIES: Final = 3
+
+
+async def ensure_shards(run: Run, count: int) -> None:
+    await run(_ENSURE_SHARDS, count)
+
+
+async def shards(run: Run) -> list[ShardRow]:
+    return sorted(map(_shard_row, await run(_SHARDS)), key=lambda row: row.shard_id)
+
+
+async def claim(run: Run, claims: Sequence[Claim]) -> list[ShardRow]:
+    rows: dict[int, ShardRow] = {}
+    for turn in _turns([claim.shard_id for claim in claims]):
+        wishes = [claims[index] for index in turn]
+        for _ in range(_TRIES):
+            answer = await run(
+                _CLAIM,
+                [c.shard_id for c in wishes],
+                [c.expected_version for c in wishes],
+                [c.nonce for c in wishes],
+                [c.owner_id for c in wishes],
+                [c.owner_address for c in wishes],
+                [c.now_ms for c in wishes],
+            )
+            rows.update((row[0], _shard_row(row)) for row in answer)  # those taken come last
+            wishes = [c for c in wishes if c.shard_id not in rows or rows[c.shard_id].version == c.expected_version]
+            if not wishes:
+                break
+    return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
+
+
+async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
+    results: list[ShardLost | None] = [None] * len(fences)
+    for turn in _turns([fence.shard_id for fence in fences]):
+        left = [fences[index] for index in turn]
+        for _ in range(_TRIES):
+            released = {row[0] for row in await run(_RELEASE, *_fence_columns(left))}
+            left = [fence for fence in left if fence.shard_id not in released]
+            if not left:
+                break
+        lost = {fence.shard_id for fence in left}
+        for index in turn:
+            if fences[index].shard_id in lost:
+                results[index] = _lost(fences[index])
+    return results
+
+
+# --- timers --------------------------------------------------------------------------------------
+
+_NOTHING_REPLACED = Committed()
+
+
+async def commit(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    results: list[Committed | ShardLost] = [_NOTHING_REPLACED] * len(batches)
+    for turn in _turns([batch.fence.shard_id for batch in batches]):
+        for index, result in zip(turn, await _commit_turn(run, [batches[index] for index in turn]), strict=True):
+            results[index] = result
+    return results
+
+
+async def _commit_turn(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    """All batches or, if a fence failed, nothing; then the others are committed as if that one had not been there."""
+    for _ in range(_TRIES):
+        [[held, found, _]] = await run(*commit_call(batches))
+        if len(held) == len(batches):
+            break
+    if len(held) < len(batches):
+        good = [batch for batch in batches if batch.fence.shard_id in set(held)]
+        done = dict(zip((b.fence.shard_id for b in good), await _commit_turn(run, good) if good else (), strict=True))
+        return [done.get(batch.fence.shard_id) or _lost(batch.fence) for batch in batches]
+    return _committed(batches, found)
+
+
+def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
+    """The statement and its arguments. No two batches name the same shard."""
+    args: list[Any] = [len(batches), *_fence_columns([batch.fence for batch in batches])]
+    puts = [timer for batch in batches for timer in batch.puts]
+    deletes = [key for batch in batches for key in batch.deletes]
+    reached = [ended for batch in batches for ended in batch.reached]
+    waters = [(batch.fence.shard_id, *batch.low_water) for batch in batches if batch.low_water is not None]
+    put_shards = [batch.fence.shard_id for batch in batches for _ in batch.puts]
+    columns = _common_columns(puts) if puts else []
+    if puts:
+        args += (put_shards, columns[0], columns[1])
+    if deletes:
+        args.append([batch.fence.shard_id for batch in batches for _ in batch.deletes])
+        args.append([key.namespace for key in deletes])
+        args.append([key.timer_id for key in deletes])
+    if puts:
+        args += (put_shards, *_own_columns(puts), *columns)
+    if reached:
+        args.append([batch.fence.shard_id for batch in batches for _ in batch.reached])
+        args += _reached_columns(reached)
+    if waters:
+        args += ([water[part] for water in waters] for part in range(4))
+    return commit_sql(bool(puts), bool(deletes), bool(reached), bool(waters)), *args
+
+
+def _committed(batches: Sequence[Batch], found: list[int]) -> list[Committed | ShardLost]:
+    if not found:
+        return [_NOTHING_REPLACED] * len(batches)
+    results: list[Committed | ShardLost] = []
+    replaced, first = set(found), 1
+    for batch in batches:
+        results.append(Committed(frozenset(i for i in range(len(batch.puts)) if first + i in replaced)))
+        first += len(batch.puts)
+    return results
+
+
+async def load(run: Run, stretches: Sequence[Stretch]) -> list[Page]:
+    if not stretches:
+        return []
+    rows = await run(
+        _LOAD,
+        [stretch.shard_id for stretch in stretches],
+        [bound_ms(stretch.after.execute_at_ms) for stretch in stretches],
+        [stretch.after.uuid_high for stretch in stretches],
+        [stretch.after.uuid_low for stretch in stretches],
+        [bound_ms(stretch.until_ms) for stretch in stretches],
+        [stretch.limit + 1 for stretch in stretches],
+        LOAD_BYTES_MAX // len(stretches),
+    )
+    pages: list[list[Timer]] = [[] for _ in stretches]
+    totals = [0] * len(stretches)
+    for row in rows:
+        pages[row[0] - 1].append(timer_of(row))
+        totals[row[0] - 1] = row[1]
+    return [_page(*found) for found in zip(stretches, pages, totals, strict=True)]
+
+
+def _page(stretch: Stretch, timers: list[Timer], total: int) -> Page:
+    """`total`: how many there were, up to one more than asked for; some of them may have been left out."""
+    if total <= stretch.limit and len(timers) == total:
+        return Page(timers, None)
+    del timers[stretch.limit :]
+    return Page(timers, timers[-1].position)
+
+
+async def get_many(run: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
+    if not keys:
+        return []
+    rows = await run(
+        _GET,
+        [shard_id for shard_id, _ in keys],
+        [key.namespace for _, key in keys],
+        [key.timer_id for _, key in keys],
+    )
+    timers = {row[0]: timer_of(row) for row in rows if row[1] == 2}
+    ended = {row[0]: reached_of(row) for row in rows if row[1] == 3}
+    return [Found(timers.get(number), ended.get(number)) for number in range(1, len(keys) + 1)]
+
+
+async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+    results: list[int | ShardLost] = [0] * len(fences)
+    for turn in _turns([fence.shard_id for fence in fences]):
+        removed: dict[int, int] = {}
+        left = [fences[index] for index in turn]
+        for _ in range(_TRIES):
+            removed.update(await run(_PURGE, *_fence_columns(left), bound_ms(before_ms), limit))
+            left = [fence for fence in left if fence.shard_id not in removed]
+            if not left:
+                break
+        for index in turn:
+            count = removed.get(fences[index].shard_id)
+            results[index] = _lost(fences[index]) if count is None else count
+    return results
+
+
+# --- namespaces ----------------------------------------------------------------------------------
+
+
+async def namespaces(run: Run) -> list[Namespace]:
+    return [_decode_namespace(row[0]) for row in await run("SELECT body FROM namespaces ORDER BY name")]
+
+
+async def put_namespace(run: Run, namespace: Namespace, expected_revision: int | None) -> bool:
+    values = (namespace.name, namespace.num_shards, namespace.revision, as_json(namespace))
+    if expected_revision is None:
+        rows = await run(
+            "INSERT INTO namespaces (name, num_shards, revision, body) VALUES ($1, $2, $3, $4)"
+            " ON CONFLICT DO NOTHING RETURNING 1",
+            *values,
+        )
+    else:
+        rows = await run(
+            "UPDATE namespaces SET num_shards = $2, revision = $3, body = $4 WHERE name = $1 AND revision = $5"
+            " RETURNING 1",
+            *values,
+            expected_revision,
+        )
+    return len(rows) == 1

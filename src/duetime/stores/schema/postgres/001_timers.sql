@@ -1,0 +1,107 @@
+-- One table for everything that belongs to a shard. row_type: 1 the shard's ownership row, 2 a timer,
+-- 3 a reached timer. A shard row has -infinity, 0, 0 in the key. Text that is looked up is compared as bytes.
+-- The payload is text and not json: it is kept byte for byte, whatever it is, and never parsed on the way in.
+CREATE TABLE timers (
+    shard_id                       integer        NOT NULL,
+    row_type                       smallint       NOT NULL CHECK (row_type IN (1, 2, 3)),
+    row_format                     smallint       NOT NULL,
+    timer_attempts                 integer,
+    timer_execute_at               timestamptz(3) NOT NULL,  -- of a reached timer: when it may be purged
+    timer_uuid_high                bigint         NOT NULL,  -- of a reached timer: of that occurrence
+    timer_uuid_low                 bigint         NOT NULL,
+
+    timer_generation               bigint,
+    timer_scheduled_at             timestamptz(3),
+    timer_created_at               timestamptz(3),
+    timer_namespace                text COLLATE "C",
+    timer_id                       text COLLATE "C",
+    timer_callback_url             text,
+    timer_payload                  text,
+    timer_retry_policy             json,
+    timer_callback_timeout_seconds integer,
+    timer_correlation_id           text COLLATE "C",
+    timer_options                  json,
+
+    timer_outcome                  text,
+    timer_reached_at               timestamptz(3),
+    timer_own_execute_at           timestamptz(3),  -- the key of a reached row is not its timer's: these are
+    timer_own_uuid_high            bigint,
+    timer_own_uuid_low             bigint,
+
+    shard_version                  bigint,
+    shard_nonce                    bigint,
+    shard_owner_id                 text,
+    shard_owner_address            text,
+    shard_claimed_at               timestamptz(3),
+    shard_low_water                bigint[],  -- milliseconds and the two halves of a uuid: a place, not only a time
+
+    CHECK ((row_type = 3) = (timer_outcome IS NOT NULL)),
+    PRIMARY KEY (row_type, shard_id, timer_execute_at, timer_uuid_high, timer_uuid_low)
+) PARTITION BY HASH (shard_id);
+
+CREATE INDEX shard_rows ON timers (shard_id) WHERE row_type = 1;
+-- A timer is stored once; what became of it may be stored many times, newest last. Neither index speaks of
+-- row_type, so that a question by id can use no other index, and one by time none of these: PostgreSQL has no way
+-- to name an index, and must not be left a choice while it has no statistics.
+CREATE UNIQUE INDEX timers_by_id ON timers (shard_id, timer_namespace, timer_id) WHERE timer_outcome IS NULL;
+CREATE INDEX reached_by_id ON timers (shard_id, timer_namespace, timer_id, timer_generation, timer_reached_at)
+    WHERE timer_outcome IS NOT NULL;
+-- In list order, so that a trace is one range scan. Costs nothing for timers without a correlation id.
+CREATE INDEX timers_by_correlation ON timers
+    (timer_correlation_id, timer_namespace, row_type, timer_execute_at, timer_uuid_high, timer_uuid_low)
+    WHERE timer_correlation_id IS NOT NULL;
+
+-- Rows live for minutes and die by the million: vacuum early, and without the pauses meant for quieter tables.
+DO $$
+BEGIN
+    FOR number IN 0..31 LOOP
+        EXECUTE format(
+            'CREATE TABLE timers_p%s PARTITION OF timers FOR VALUES WITH (MODULUS 32, REMAINDER %s) WITH ('
+            'autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 2000,'
+            'autovacuum_analyze_scale_factor = 0.05, autovacuum_analyze_threshold = 200,'
+            'autovacuum_vacuum_cost_delay = 0)',
+            lpad(number::text, 2, '0'), number
+        );
+    END LOOP;
+END
+$$;
+
+-- A few rows, each changed twice a second: room in the page keeps the changes out of the index.
+CREATE TABLE members (
+    instance_id text COLLATE "C" PRIMARY KEY,
+    address     text           NOT NULL,
+    counter     bigint         NOT NULL,
+    alive       boolean        NOT NULL,
+    joined_at   timestamptz(3) NOT NULL,
+    secret      text           NOT NULL
+) WITH (fillfactor = 20, autovacuum_vacuum_threshold = 500, autovacuum_vacuum_cost_delay = 0);
+
+CREATE TABLE namespaces (
+    name       text COLLATE "C" PRIMARY KEY,
+    num_shards integer NOT NULL,
+    revision   bigint  NOT NULL,
+    body       json    NOT NULL
+);
+
+-- For people and reports: one row per timer, as it stands or as it last ended. A cancelled timer has none:
+-- its due time was not reached.
+CREATE VIEW timer_schedules (tenant_id, service_call_id, correlation_id, due_at, registered_at, reached_at, state) AS
+SELECT
+    timer_namespace, timer_id, timer_correlation_id, timer_scheduled_at, timer_created_at, NULL::timestamptz(3),
+    'Scheduled'
+FROM timers WHERE row_type = 2
+UNION ALL
+SELECT
+    timer_namespace, timer_id, timer_correlation_id, timer_scheduled_at, timer_created_at, timer_reached_at,
+    'Reached'
+FROM timers AS ended WHERE row_type = 3 AND timer_outcome <> 'cancelled'
+AND NOT EXISTS (
+    SELECT 1 FROM timers AS waiting WHERE waiting.row_type = 2 AND waiting.shard_id = ended.shard_id
+    AND waiting.timer_namespace = ended.timer_namespace AND waiting.timer_id = ended.timer_id
+)
+AND NOT EXISTS (
+    SELECT 1 FROM timers AS later WHERE later.row_type = 3 AND later.shard_id = ended.shard_id
+    AND later.timer_namespace = ended.timer_namespace AND later.timer_id = ended.timer_id
+    AND (later.timer_generation, later.timer_reached_at, later.timer_execute_at, later.timer_uuid_high, later.timer_uuid_low)
+      > (ended.timer_generation, ended.timer_reached_at, ended.timer_execute_at, ended.timer_uuid_high, ended.timer_uuid_low)
+);

@@ -1,0 +1,107 @@
+"""Three instances on one PostgreSQL in a storm of faults, under load, judged by what the receiver saw.
+
+A short form by default; `make chaos MINUTES=10` blows longer. `DUETIME_CHAOS_SEED` draws the same faults again (what
+the machine does in between is its own). The judge is proved able to fail by instances with a safety rule taken away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import staged
+from load_clients import new_seed
+from real_server import until, wall_ms
+from scripts.servers import Postgres
+from storm import Storm
+
+from duetime.testing.checker import Fault, Result, judge
+from servers import fresh_database, own, postgres
+
+STORM_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.5")) * 60
+CALM_SECONDS = 5
+BROKEN = str(Path(__file__).with_name("broken_server.py"))
+
+
+@pytest.fixture
+def own_database() -> Iterator[Postgres]:
+    """A server of the test's own: it is killed."""
+    with own("postgres18") as server:
+        yield server
+
+
+@pytest.fixture
+def url() -> str:
+    return fresh_database(postgres(18))
+
+
+async def test_a_storm_of_faults_loses_nothing_and_repeats_only_what_was_in_flight(
+    tmp_path: Path, own_database: Postgres
+) -> None:
+    seed = new_seed(os.environ.get("DUETIME_CHAOS_SEED"))
+    rng = random.Random(seed)
+    async with staged(tmp_path, fresh_database(own_database), rng) as (cluster, load, _):
+        for client in load.clients:
+            client.timeout_ms = 1_500  # nobody waits long for an instance that is frozen
+        for _ in range(3):
+            await cluster.join()
+        storm = Storm(cluster, own_database, rng)
+        async with load.running():
+            await asyncio.sleep(CALM_SECONDS)
+            await storm.blow(STORM_SECONDS)
+            await load.acknowledged(100)
+            await cluster.until_even()
+            await asyncio.sleep(CALM_SECONDS)
+        await cluster.until_all_have_fired()
+        codes = [await cluster.leave(instance) for instance in list(cluster.instances)]
+        print(storm.summary)
+        load.judge(seed, storm.faults, tmp_path / "history.json")
+        assert codes == [0, 0, 0]
+        assert "Traceback" not in cluster.logs
+        assert {fault.kind for fault in storm.faults} >= storm.kinds.keys() - {"roll", "join before leave"}
+        assert load.results[Result.OK] > 1_000
+
+
+# --- the judge can fail --------------------------------------------------------------------------
+
+
+async def test_an_instance_that_fires_without_a_lease_is_caught(tmp_path: Path, url: str) -> None:
+    """Cut off from the database it goes on, while its successor fires the same timers."""
+    rng = random.Random(new_seed())
+    async with staged(tmp_path, url, rng) as (cluster, load, _):
+        broken = await cluster.join(program=(BROKEN, "no-lease"))
+        await cluster.join()
+        for client in load.clients:
+            client.due_in_ms = (0, 15_000)  # much is in its memory when it is cut off
+        async with load.running():
+            await cluster.until_even()
+            await load.acknowledged(500)
+            from_ms = wall_ms()
+            await broken.way.cut()
+            excused = [Fault("link cut", from_ms, 2**62, broken.who)]
+
+            async def is_caught() -> bool:
+                violations = judge(load.wishes, load.receiver.callbacks, faults=excused)
+                return any(violation.invariant == "E" for violation in violations)
+
+            await until(is_caught, "it fires what is another's, and the judge notices", 60)
+
+
+async def test_an_instance_that_gives_its_shards_away_without_draining_is_caught(tmp_path: Path, url: str) -> None:
+    """What it had in flight is delivered again by others, and no fault excuses that."""
+    rng = random.Random(new_seed())
+    async with staged(tmp_path, url, rng) as (cluster, load, _):
+        await cluster.join()
+        async with load.running():
+            for _ in range(3):
+                broken = await cluster.join(program=(BROKEN, "release-without-drain"))
+                await cluster.until_even()
+                await load.acknowledged(300)
+                await cluster.leave(broken)
+            await load.acknowledged(100)
+        violations = judge(load.wishes, load.receiver.callbacks, faults=[])
+        assert "R" in {violation.invariant for violation in violations}
