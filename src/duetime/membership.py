@@ -54,6 +54,7 @@ class Membership:
         # As of the last heartbeat on which the database's clock agreed.
         self._wall_minus_boot_ms = clock.wall_ms() - clock.boot_ms()
         self._seen: dict[str, tuple[int, int]] = {}  # member -> (counter, boot time of its last change)
+        self._observed_at_ms = _NEVER
         self._dead_since_ms: dict[str, int] = {}
         self._former: set[str] = set()  # ids of this process that were declared dead, or that a failover forgot
 
@@ -145,6 +146,7 @@ class Membership:
         members = {member.instance_id: member for member in await self._store.members()}
         # After the reading, not before: its counter may have been raised while we waited for the answer.
         boot_ms = self._clock.boot_ms()
+        self._forgive(boot_ms)
         for member in members.values():
             if member.instance_id == self.instance_id:
                 continue
@@ -163,6 +165,14 @@ class Membership:
         before = set(self.alive), self.fit
         self.alive = {name: member for name, member in members.items() if member.alive}
         return before != (set(self.alive), self.fit)
+
+    def _forgive(self, boot_ms: int) -> None:
+        """Time in which we could not look is no time in which we saw somebody stand still: when a database comes back
+        after a while, whoever is there first must not bury the others. Once or twice a heartbeat may be missed."""
+        blind_ms = boot_ms - self._observed_at_ms - 2 * self._config.heartbeat_interval.ms
+        if blind_ms > 0:
+            self._seen = {name: (counter, since_ms + blind_ms) for name, (counter, since_ms) in self._seen.items()}
+        self._observed_at_ms = boot_ms
 
     @property
     def fit(self) -> tuple[str, ...]:

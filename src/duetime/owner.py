@@ -84,6 +84,10 @@ class Owner:
 
     async def created(self, timer: Timer, written: Written) -> Created:
         _, replaced = await written
+        return self.now_created(timer, replaced)
+
+    def now_created(self, timer: Timer, replaced: bool) -> Created:
+        """It is on disk."""
         self._telemetry.created.value += 1
         return Created(TimerView(timer, State.SCHEDULED), replaced)
 

@@ -293,23 +293,29 @@ class Service:
             case ReplayOrder(key):
                 return await self._owner.replay(shard, key)
 
-    async def take(self, forward: Forward) -> OrderAnswer:
+    def take(self, forward: Forward) -> asyncio.Future[OrderAnswer]:
         """An order from another instance. One that was seen before is answered as it was then, refusals too:
-        a repetition must neither happen twice nor find us the owner of what we had to refuse."""
+        a repetition must neither happen twice nor find us the owner of what we had to refuse.
+
+        The answer is shared: who gives up waiting for it must not cancel it.
+        """
         answer = self._taken.get(forward.order_id)
         if answer is None:
-            answer = self._taken[forward.order_id] = asyncio.ensure_future(self._take(forward))
+            answer = self._taken[forward.order_id] = self._take_create(forward) or asyncio.ensure_future(
+                self._take(forward)
+            )
             answer.add_done_callback(retrieved)
             if len(self._taken) > _TAKEN_MAX:
                 del self._taken[next(iter(self._taken))]
-        return await asyncio.shield(answer)
+        return answer
 
-    async def taken(self, order_id: str) -> OrderAnswer:
+    def taken(self, order_id: str) -> asyncio.Future[OrderAnswer]:
         """The answer to an order that was taken before."""
         answer = self._taken.get(order_id)
         if answer is None:
-            raise OutcomeUnknown("nothing is known of this order any more")
-        return await asyncio.shield(answer)
+            answer = asyncio.get_running_loop().create_future()
+            answer.set_exception(OutcomeUnknown("nothing is known of this order any more"))
+        return answer
 
     def as_peer(self) -> Peer:
         """This instance, as the others see it."""
@@ -317,10 +323,44 @@ class Service:
         return Peer(membership.instance_id, membership.address, membership.secret)
 
     async def _take(self, forward: Forward) -> OrderAnswer:
-        shard = self._engine.shards.get(forward.shard_id)
-        if shard is None or shard.closing or shard.fence.version != forward.version:
+        shard = self._shard_for(forward)
+        if shard is None:
             raise NotOwner
         return await self._carry_out(shard, forward.order)
+
+    def _take_create(self, forward: Forward) -> asyncio.Future[OrderAnswer] | None:
+        """The common create, without a task of its own. None: this order has to wait, or to be refused."""
+        order, shard = forward.order, self._shard_for(forward)
+        if shard is None or not isinstance(order, CreateOrder):
+            return None
+        namespace = self._namespaces.known(order.spec.namespace)
+        if namespace is None or namespace.deleted:
+            return None
+        try:
+            admitted = self._owner.admit(shard, namespace, order.spec)
+        except DuetimeError:
+            return None  # the slower way says the same, in its place
+        if admitted is None:
+            return None
+        timer, written = admitted
+        answer: asyncio.Future[OrderAnswer] = written.get_loop().create_future()
+
+        def tell(_: Written) -> None:
+            error = written.exception()
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(self._owner.now_created(timer, written.result()[1]))
+
+        written.add_done_callback(tell)
+        return answer
+
+    def _shard_for(self, forward: Forward) -> Shard | None:
+        """The shard an order is meant for, if it is still ours in that version."""
+        shard = self._engine.shards.get(forward.shard_id)
+        if shard is None or shard.closing or shard.fence.version != forward.version:
+            return None
+        return shard
 
     # --- namespaces -------------------------------------------------------------------------------
 

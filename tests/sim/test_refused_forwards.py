@@ -21,15 +21,15 @@ def test_case_27_a_forward_that_was_refused_is_refused_again_even_by_an_owner() 
         # Its sender has seen the claim in the store before the claimant itself got the answer.
         early = Forward("early", shard_id, dying.engine.shards[shard_id].fence.version + 1, CreateOrder(spec))
         with pytest.raises(NotOwner):
-            await heir.inside(heir.service.take(early))
+            await heir.inside(heir.take(early))
         stage.crash(dying)
         await asyncio.sleep(10)
         assert heir.engine.shards[shard_id].fence.version == early.version
         with pytest.raises(NotOwner):
-            await heir.inside(heir.service.take(early))
+            await heir.inside(heir.take(early))
         again = Forward("again", shard_id, early.version, early.order)
-        first = await heir.inside(heir.service.take(again))
-        assert await heir.inside(heir.service.take(again)) is first
+        first = await heir.inside(heir.take(again))
+        assert await heir.inside(heir.take(again)) is first
         await asyncio.sleep(5)
         assert [call.timer for call in stage.callbacks] == [name]
 

@@ -256,6 +256,21 @@ class TestDeath:
 
         in_town(story)
 
+    def test_who_is_first_to_look_again_after_a_while_without_a_database_buries_nobody_for_it(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await passing(2, a, b, observer=b)
+            await asyncio.sleep(60)  # nobody reaches the database
+            await b.beat()
+            await b.observe()
+            assert (await row_of(town, a)).alive
+            await passing(4, b, observer=b)  # and now it does stand still
+            assert list(b.alive) == [b.instance_id]
+
+        in_town(story)
+
     def test_it_goes_by_the_observers_own_clock_and_never_by_wall_time(self) -> None:
         async def story(town: Town) -> None:
             a, b = town.member(), town.member()
@@ -272,11 +287,13 @@ class TestDeath:
             a, b = town.member(), town.member()
             await a.join()
             await b.join()
-            await asyncio.sleep(4)
+            await passing(3.5, observer=b)
             held = b.line.hold("mark_dead")
+            await asyncio.sleep(0.5)
             observing = asyncio.create_task(b.observe())
             await asyncio.sleep(0.1)
             await a.beat()  # it comes in just before the mark
+            assert b.line.calls["mark_dead"] == 1
             held.set()
             await observing
             assert a.instance_id in b.alive
@@ -290,8 +307,9 @@ class TestDeath:
             a, b = town.member(), town.member()
             await a.join()
             await b.join()
-            await asyncio.sleep(4)
+            await passing(3.5, observer=b)
             b.line.fail("mark_dead", Fault.APPLIED_THEN_UNKNOWN)
+            await asyncio.sleep(0.5)
             await b.observe()
             await b.observe()
             assert list(b.alive) == [b.instance_id]

@@ -64,12 +64,12 @@ class Owner:
     def instance_status(self) -> InstanceStatus:
         return STATUS
 
-    async def take(self, forward: Forward) -> OrderAnswer:
+    def take(self, forward: Forward) -> asyncio.Future[OrderAnswer]:
         answer = self.answers[forward.order_id] = asyncio.ensure_future(self._carry_out(forward))
-        return await asyncio.shield(answer)
+        return answer
 
-    async def taken(self, order_id: str) -> OrderAnswer:
-        return await asyncio.shield(self.answers[order_id])
+    def taken(self, order_id: str) -> asyncio.Future[OrderAnswer]:
+        return self.answers[order_id]
 
     async def _carry_out(self, forward: Forward) -> OrderAnswer:
         order = forward.order

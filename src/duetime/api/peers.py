@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Coroutine
 from typing import Any, Final
 
 import msgspec
@@ -82,21 +81,22 @@ class PeerDoor:
         return numbers
 
     async def _answer(self, orders: Orders) -> list[Reply]:
-        tasks = [asyncio.ensure_future(_reply(self._service.take(forward))) for forward in orders.new]
-        tasks += [asyncio.ensure_future(_reply(self._service.taken(order_id))) for order_id in orders.again]
-        if tasks:
-            await asyncio.wait(tasks, timeout=_ANSWER_WITHIN_S)
-        return [task.result() if task.done() else _UNDECIDED for task in tasks]
+        answers = [self._service.take(forward) for forward in orders.new]
+        answers += [self._service.taken(order_id) for order_id in orders.again]
+        waiting = {answer for answer in answers if not answer.done()}
+        if waiting:
+            await asyncio.wait(waiting, timeout=_ANSWER_WITHIN_S)  # leaves those alone that are not done by then
+        return [_reply(answer) if answer.done() else _UNDECIDED for answer in answers]
 
 
-async def _reply(taking: Coroutine[Any, Any, OrderAnswer]) -> Reply:
-    try:
-        return reply_of(await taking)
-    except DuetimeError as error:
+def _reply(answer: asyncio.Future[OrderAnswer]) -> Reply:
+    error = answer.exception()
+    if error is None:
+        return reply_of(answer.result())
+    if isinstance(error, DuetimeError):
         return reply_of(error)
-    except Exception as error:
-        log.exception("an order of another instance failed")
-        return reply_of(OutcomeUnknown(repr(error)))
+    log.error("an order of another instance failed", exc_info=error)
+    return reply_of(OutcomeUnknown(repr(error)))
 
 
 class _Numbers:

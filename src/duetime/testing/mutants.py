@@ -155,12 +155,16 @@ async def _recover_without_claiming(self: Engine, shard: Shard) -> None:
         shard.recovered(rows[shard.shard_id], found)
 
 
-async def _take_again(self: Service, forward: Any) -> Any:
+def _take_again(self: Service, forward: Any) -> Any:
     """Carries out whatever arrives, whenever, however often."""
-    shard = self._engine.shards.get(forward.shard_id)
-    if shard is None or shard.closing:
-        raise NotOwner
-    return await self._carry_out(shard, forward.order)
+
+    async def carry_out() -> Any:
+        shard = self._engine.shards.get(forward.shard_id)
+        if shard is None or shard.closing:
+            raise NotOwner
+        return await self._carry_out(shard, forward.order)
+
+    return asyncio.ensure_future(carry_out())
 
 
 MUTANTS = (

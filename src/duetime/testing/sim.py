@@ -253,7 +253,7 @@ class SimPeers:
         if rng.random() < world.scenario.repeated_forwards and world.stormy:
             world.fault("forward repeated")
             world.outside(self._again(target, forward))
-        answer = target.inside(target.service.take(forward))
+        answer = target.inside(target.take(forward))
         done, _ = await asyncio.wait({answer}, timeout=12)
         if not done or dice < world.scenario.lost_forwards * 2:
             world.fault("answer to a forward lost")
@@ -268,7 +268,7 @@ class SimPeers:
     async def _again(self, target: Instance, forward: Forward) -> None:
         await asyncio.sleep(self._world.rng.uniform(0.0, 6.0))
         if target.name in self._world.instances:
-            target.inside(_quietly(lambda: target.service.take(forward)))
+            target.inside(_quietly(lambda: target.take(forward)))
 
 
 # --- the cluster ---------------------------------------------------------------------------------
@@ -300,6 +300,9 @@ class Instance:
         context = copy_context()
         context.run(INSTANCE.set, self.name)
         return self.world.loop.create_task(work, context=context)
+
+    async def take(self, forward: Forward) -> OrderAnswer:
+        return await asyncio.shield(self.service.take(forward))
 
     async def start(self) -> None:
         while True:
