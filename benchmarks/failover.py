@@ -96,7 +96,7 @@ async def until_ready(http: HttpClient, port: int) -> None:
 
 
 async def owners(database: Postgres, name: str) -> dict[int, str]:
-    sql = "SELECT shard_id, shard_owner_address FROM timers WHERE row_type = 1"
+    sql = "SELECT shard_id, shard_owner_address FROM shards"
     rows = (await asyncio.to_thread(database.query, sql, name)).splitlines()
     return {int(shard): address for shard, _, address in (row.partition("|") for row in rows)}
 
@@ -224,7 +224,7 @@ def plot(result: dict[str, Any]) -> str:
     parts.append(text(middle, _HEIGHT - 12, "seconds after the kill at which a timer was due", 'text-anchor="middle"'))
     parts.append(line(x(0), _TOP, x(0), _HEIGHT - _BOTTOM, dashed))
     parts.append(line(_LEFT, y(TARGET_SECONDS * 1_000), _WIDTH - _RIGHT, y(TARGET_SECONDS * 1_000), dashed))
-    parts.append(text(_WIDTH - _RIGHT - 4, y(TARGET_SECONDS * 1_000) - 6, "the aim: 5 s", 'text-anchor="end"'))
+    parts.append(text(_LEFT + 6, y(TARGET_SECONDS * 1_000) - 6, f"the aim: {TARGET_SECONDS:g} s"))
     for group in ("others", "dead"):
         for run in result["runs"]:
             for due_ms, late_ms in run["worst_late_by_ms"][group]:
@@ -233,7 +233,7 @@ def plot(result: dict[str, Any]) -> str:
                     parts.append(f'<circle {at} r="2.6" fill="{_COLOURS[group]}" fill-opacity="0.65"/>')
     legend = {"dead": "timers of the instance that was killed", "others": "timers of the other two"}
     for row, (group, words) in enumerate(legend.items()):
-        at_y = _TOP + 34 + row * 20
+        at_y = y(3_800) + row * 20
         parts.append(f'<circle cx="{x(4_600)}" cy="{at_y - 4}" r="4" fill="{_COLOURS[group]}"/>')
         parts.append(text(x(4_600) + 12, at_y, words))
     return "\n".join([*parts, "</svg>"]) + "\n"

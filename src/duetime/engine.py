@@ -122,8 +122,8 @@ class Engine:
         for lane in self._lanes:
             self._spawn(lane.run())
         self._spawn(self.horizon.run())
+        self._spawn(self._heartbeats())  # before the claims, which may take longer than the lease
         await self.balance()
-        self._spawn(self._heartbeats())
         self._spawn(self._sweeps())
         self._spawn(self._purges())
         self.started = True
@@ -362,12 +362,12 @@ class Engine:
                     self._drop_all()
                     await self.membership.join()
                     dead = False
-                    await self.balance()
+                    self._spawn(self._look())
                 await self.membership.beat()
                 if self.membership.is_skewed and not alone:
                     self._spawn(self._release([s for s in self.shards.values() if not s.closing]))
                 if not alone and (await self.membership.observe() or not self._settled):
-                    await self.balance()
+                    self._spawn(self._look())
                 looked = True
                 self._look_trouble.is_over()
             except MemberDead:
@@ -378,6 +378,13 @@ class Engine:
             except StoreError as error:
                 self._look_trouble.goes_on(error, self.clock.boot_ms())
             self.fire_loop.wake()
+
+    async def _look(self) -> None:
+        """Beside the heartbeats: a claim that waits for a lock, or on a line that hangs, must not cost the lease."""
+        try:
+            await self.balance()
+        except StoreError as error:
+            self._look_trouble.goes_on(error, self.clock.boot_ms())
 
     def _until_next_look(self, interval: float) -> float:
         """The next heartbeat; sooner if a member may be declared dead before it."""

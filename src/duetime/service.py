@@ -256,7 +256,11 @@ class Service:
                 if self._clock.boot_ms() >= deadline_ms:
                     raise
             known = engine.rows.get(shard_id)
-            await engine.balance()
+            try:
+                async with asyncio.timeout(max(1, deadline_ms - self._clock.boot_ms()) / 1_000):
+                    await engine.balance()
+            except TimeoutError:  # a claim waits for something; who wishes does not
+                raise NotOwner from None
             if engine.rows.get(shard_id) == known:
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _PAUSE_MAX_SECONDS)

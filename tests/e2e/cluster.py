@@ -15,6 +15,7 @@ import re
 import signal
 import threading
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -28,13 +29,15 @@ from load_clients import Load
 from real_server import RealServer, free_port, until, wall_ms
 
 from duetime.http_server import HttpServer, Request, Response, serve_http
+from duetime.model import shard_of
 from duetime.testing.checker import Callback
 from duetime.timetext import parse_instant
 
-__all__ = ["SERVE", "Cluster", "Instance", "Sideline", "Way", "Witness", "staged"]
+__all__ = ["SERVE", "Cluster", "Instance", "Sideline", "Way", "Witness", "name_in", "staged"]
 
 T = TypeVar("T")
 SERVE = ("-m", "duetime", "serve")
+SHARDS = 16
 _CHUNK_BYTES = 65_536
 
 
@@ -290,18 +293,18 @@ class Cluster:
         finally:
             await connection.close()
 
-    async def shards(self) -> dict[str, int]:
-        """How many shards each address owns."""
-        counted = "SELECT shard_owner_address, count(*) FROM timers WHERE row_type = 1 GROUP BY 1"
-        return {address or "nobody": count for address, count in await self.query(counted)}
+    async def owners(self) -> dict[int, str]:
+        """Shard by shard, the address of its owner; empty: nobody."""
+        rows = await self.query("SELECT shard_id, shard_owner_address FROM shards")
+        return {shard: address or "" for shard, address in rows}
 
     async def until_even(self, within_seconds: float = 60) -> None:
         """Every shard is owned by one of those that are here, and nobody has two more than another."""
         here = {f"127.0.0.1:{instance.port}" for instance in self.instances}
 
         async def is_even() -> bool:
-            shards = await self.shards()
-            return shards.keys() == here and max(shards.values()) - min(shards.values()) <= 1
+            shares = Counter((await self.owners()).values())
+            return shares.keys() == here and max(shares.values()) - min(shares.values()) <= 1
 
         await until(is_even, "the shards are spread evenly", within_seconds)
 
@@ -325,6 +328,11 @@ class Cluster:
                     os.kill(instance.pid, signal.SIGCONT)
             await instance.close()
             await instance.way.close()
+
+
+def name_in(shard: int, text: str) -> str:
+    """A timer id that belongs to the shard, in a namespace with the default number of them."""
+    return next(name for n in range(10_000) if shard_of(name := f"{text} {n}", SHARDS) == shard)
 
 
 @asynccontextmanager

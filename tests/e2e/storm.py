@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from cluster import SERVE, Cluster, Instance
+from cluster import Cluster, Instance
 from real_server import until, wall_ms
 from scripts.servers import Postgres
 
@@ -27,15 +27,12 @@ _STILL_SECONDS = 1.0
 
 
 class Storm:
-    def __init__(
-        self, cluster: Cluster, database: Postgres, rng: random.Random, newcomers: tuple[str, ...] = SERVE
-    ) -> None:
+    def __init__(self, cluster: Cluster, database: Postgres, rng: random.Random) -> None:
         self.faults: list[Fault] = []
         self.moves = 0  # graceful ones: no fault, no excuse
         self._cluster = cluster
         self._database = database
         self._rng = rng
-        self._newcomers = newcomers
         self._database_struck = asyncio.Lock()
         self.kinds: dict[str, Callable[[Instance, random.Random], Awaitable[None]]] = {
             "kill": self._kill,
@@ -56,13 +53,30 @@ class Storm:
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         return f"faults: {listed}; graceful moves: {self.moves}"
 
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """A machine that gives us no time gives none to the instances either: to them it is a freeze."""
+
+        async def look() -> None:
+            while True:
+                from_ms, before = wall_ms(), time.monotonic()
+                await asyncio.sleep(_LOOK_SECONDS)
+                if time.monotonic() - before > _LOOK_SECONDS + _STILL_SECONDS:
+                    self.faults.append(Fault("machine stood still", from_ms, wall_ms()))
+
+        looking = asyncio.create_task(look())
+        try:
+            yield
+        finally:
+            looking.cancel()
+
     async def blow(self, seconds: float) -> None:
         """At least as long, and until every kind has come once."""
         ends_at = time.monotonic() + seconds
         turns = asyncio.Semaphore(AT_ONCE)
         bag: list[str] = []
         rounds = 0
-        async with self._starvation_noted(), asyncio.TaskGroup() as faults:
+        async with asyncio.TaskGroup() as faults:
             while time.monotonic() < ends_at or rounds == 0:
                 if not bag:
                     bag = list(self.kinds)
@@ -89,23 +103,6 @@ class Storm:
         finally:
             self.faults.append(Fault(kind, from_ms, wall_ms(), who))
 
-    @asynccontextmanager
-    async def _starvation_noted(self) -> AsyncIterator[None]:
-        """A machine that gives us no time gives none to the instances either: to them it is a freeze."""
-
-        async def look() -> None:
-            while True:
-                from_ms, before = wall_ms(), time.monotonic()
-                await asyncio.sleep(_LOOK_SECONDS)
-                if time.monotonic() - before > _LOOK_SECONDS + _STILL_SECONDS:
-                    self.faults.append(Fault("machine stood still", from_ms, wall_ms()))
-
-        looking = asyncio.create_task(look())
-        try:
-            yield
-        finally:
-            looking.cancel()
-
     # --- an instance ------------------------------------------------------------------------------
 
     async def _kill(self, instance: Instance, rng: random.Random) -> None:
@@ -123,10 +120,10 @@ class Storm:
 
     async def _roll(self, instance: Instance, rng: random.Random) -> None:
         await self._leave(instance)
-        await self._cluster.join(self._newcomers)
+        await self._cluster.join()
 
     async def _join_before_leave(self, instance: Instance, rng: random.Random) -> None:
-        await self._cluster.join(self._newcomers)
+        await self._cluster.join()
         await self._leave(instance)
 
     async def _leave(self, instance: Instance) -> None:

@@ -11,9 +11,11 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import asyncpg
 import pytest
-from cluster import staged
+from cluster import name_in, staged
 from load_clients import new_seed
 from real_server import until, wall_ms
 from scripts.servers import Postgres
@@ -24,6 +26,7 @@ from servers import fresh_database, own, postgres
 
 STORM_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.5")) * 60
 CALM_SECONDS = 5
+HEARTBEATS = 'duetime_heartbeats_total{result="ok"}'
 BROKEN = str(Path(__file__).with_name("broken_server.py"))
 
 
@@ -46,11 +49,11 @@ async def test_a_storm_of_faults_loses_nothing_and_repeats_only_what_was_in_flig
     rng = random.Random(seed)
     async with staged(tmp_path, fresh_database(own_database), rng) as (cluster, load, _):
         for client in load.clients:
-            client.timeout_ms = 1_500  # nobody waits long for an instance that is frozen
+            client.timeout_ms = 2_500  # longer than a wish waits for an owner; not long for one that is frozen
         for _ in range(3):
             await cluster.join()
         storm = Storm(cluster, own_database, rng)
-        async with load.running():
+        async with storm.watched(), load.running():
             await asyncio.sleep(CALM_SECONDS)
             await storm.blow(STORM_SECONDS)
             await load.acknowledged(100)
@@ -64,6 +67,45 @@ async def test_a_storm_of_faults_loses_nothing_and_repeats_only_what_was_in_flig
         assert "Traceback" not in cluster.logs
         assert {fault.kind for fault in storm.faults} >= storm.kinds.keys() - {"roll", "join before leave"}
         assert load.results[Result.OK] > 1_000
+
+
+async def test_a_claim_that_has_to_wait_costs_nobody_the_lease_and_no_client_his_patience(
+    tmp_path: Path, url: str
+) -> None:
+    """Somebody holds a lock on the row of one shard of an instance that dies. The others serve what they have."""
+    quick = {
+        "DUETIME_ENGINE_LEASE": "1500ms",
+        "DUETIME_ENGINE_HEARTBEAT_INTERVAL": "200ms",
+        "DUETIME_ENGINE_DEAD_AFTER": "2s",
+    }
+    async with staged(tmp_path, url, random.Random(new_seed()), kindly=True) as (cluster, _, witness):
+        dying, other = await cluster.join(settings=quick), await cluster.join(settings=quick)
+        await cluster.until_even()
+        was = {shard for shard, address in (await cluster.owners()).items() if address.endswith(f":{dying.port}")}
+        locking: asyncpg.Connection[Any] = await asyncpg.connect(url)
+        try:
+            async with locking.transaction():
+                await locking.execute("SELECT FROM shards WHERE shard_id = $1 FOR UPDATE", min(was))
+                await dying.kill()
+
+                async def is_buried() -> bool:
+                    return "is dead" in other.log.read_text()
+
+                await until(is_buried, "the other one has noticed, and claims")
+                timer = {"timerId": name_in(min(was), "waits"), "delay": "0s", "callbackUrl": witness.url}
+                status, answer = await other.call("timers/create", timer, timeout_ms=8_000)
+                assert (status, answer["code"]) == (503, "not_applied")
+                enough = await other.metric(HEARTBEATS) + 15  # three seconds: twice the lease
+
+                async def beats_and_is_ready() -> bool:
+                    assert await other.not_ready() is None
+                    return await other.metric(HEARTBEATS) >= enough
+
+                await until(beats_and_is_ready, "its heart goes on")
+        finally:
+            await locking.close()
+        await cluster.leave(dying)
+        await cluster.until_even()
 
 
 # --- the judge can fail --------------------------------------------------------------------------

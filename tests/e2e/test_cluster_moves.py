@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, Instance, Witness, staged
+from cluster import Cluster, Instance, Witness, name_in, staged
 from load_clients import Load, new_seed
 from real_server import until
 
-from duetime.model import shard_of
 from duetime.testing.checker import repetitions
 from servers import fresh_database, postgres
 
 LONG_LEASE = {"DUETIME_ENGINE_LEASE": "30s", "DUETIME_ENGINE_DEAD_AFTER": "40s"}
-SHARDS = 16
 
 
 @pytest.fixture
@@ -115,7 +113,7 @@ async def test_case_27_a_wish_sent_on_to_an_ex_owner_reaches_the_new_one(
     async with staged(tmp_path, url, random.Random(new_seed()), kindly=True) as (cluster, _, witness):
         asked, former = await join(cluster), await join(cluster)
         await cluster.until_even()
-        was = await owners(cluster)
+        was = await cluster.owners()
         asked.signal(signal.SIGSTOP)
         asked.leaving = True
         latter = await join(cluster)
@@ -149,28 +147,17 @@ async def created(instance: Instance, witness: Witness, names: list[str]) -> Non
     await asyncio.gather(*(create(name) for name in names))
 
 
-async def owners(cluster: Cluster) -> dict[int, str]:
-    """Shard by shard, the address of its owner."""
-    rows = await cluster.query("SELECT shard_id, shard_owner_address FROM timers WHERE row_type = 1")
-    return {shard: address or "" for shard, address in rows}
-
-
 async def moved(cluster: Cluster, was: dict[int, str], former: Instance, latter: Instance) -> list[int]:
-    now = await owners(cluster)
+    now = await cluster.owners()
     return [shard for shard in was if was[shard] == address_of(former) and now[shard] == address_of(latter)]
 
 
 async def shard_owned_by(cluster: Cluster, instance: Instance) -> int:
-    return next(shard for shard, address in (await owners(cluster)).items() if address == address_of(instance))
+    return next(shard for shard, address in (await cluster.owners()).items() if address == address_of(instance))
 
 
 def address_of(instance: Instance) -> str:
     return f"127.0.0.1:{instance.port}"
-
-
-def name_in(shard: int, text: str) -> str:
-    """A timer id that belongs to the shard."""
-    return next(name for n in range(10_000) if shard_of(name := f"{text} {n}", SHARDS) == shard)
 
 
 async def waiting_at(instance: Instance) -> bool:

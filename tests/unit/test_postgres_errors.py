@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ssl
+from typing import Any
 
 import asyncpg
 import pytest
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreUnavailable
+from duetime.store import Batch, Fence
+from duetime.stores import postgres_sql
 from duetime.stores.postgres_link import (
     MAY_HAVE_COMMITTED,
     address_of,
@@ -126,3 +129,21 @@ def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, say
 def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
     said = setup_error(ADDRESS, error)
     assert isinstance(said, StoreUnavailable)
+
+
+@pytest.mark.parametrize(("failing", "kind"), [(1, StoreUnavailable), (2, OutcomeUnknown)])
+async def test_what_fails_after_a_part_was_applied_is_unknown_and_not_unapplied(
+    failing: int, kind: type[Exception]
+) -> None:
+    """One shard twice in a call is two statements; the first of them is on disk when the second fails."""
+    asked = 0
+
+    async def run(sql: str, /, *args: Any) -> list[Any]:
+        nonlocal asked
+        asked += 1
+        if asked == failing:
+            raise StoreUnavailable("away")
+        return [[[0], [], 1]]
+
+    with pytest.raises(kind):
+        await postgres_sql.commit(run, [Batch(Fence(0, 1, 1)), Batch(Fence(0, 1, 1))])

@@ -30,7 +30,7 @@ _MIGRATIONS = sorted(
 )
 SCHEMA_VERSION = len(_MIGRATIONS)
 
-_TABLES = ("timers", "members", "namespaces")
+_TABLES = ("shards", "timers", "members", "namespaces")
 _MAKE_VERSIONS = """
 CREATE TABLE IF NOT EXISTS duetime_schema (version integer PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now())
 """

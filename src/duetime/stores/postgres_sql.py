@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from duetime.errors import MemberDead, ShardLost
+from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreUnavailable
 from duetime.model import (
     NO_EXTRAS,
     ROW_FORMAT,
@@ -64,7 +64,6 @@ def _ms(column: str) -> str:
 
 KEY = "timer_execute_at, timer_uuid_high, timer_uuid_low"
 
-_KEY_OF_SHARD = "1::smallint AS row_type, '-infinity'::timestamptz(3) AS at, 0::bigint AS high, 0::bigint AS low"
 _KEY_OF_ROW = "t.row_type, t.timer_execute_at AS at, t.timer_uuid_high AS high, t.timer_uuid_low AS low"
 _IS_ROW_OF = """t.row_type = f.row_type AND t.shard_id = f.shard_id
   AND t.timer_execute_at = f.at AND t.timer_uuid_high = f.high AND t.timer_uuid_low = f.low"""
@@ -120,14 +119,12 @@ class _Arguments:
         return [f"${number}::{kind}[]" for number, kind in enumerate(types, first)]
 
 
-def _fence(arguments: _Arguments, lock: str) -> str:
+def _fence(arguments: _Arguments, *, to_change_it: bool = False) -> str:
+    """Locks one shard row after the other, in the order given, and leaves those whose fence holds."""
     given = ", ".join(arguments.arrays("int", "bigint", "bigint"))
     return f"""fence AS MATERIALIZED (
-  SELECT f.* FROM (
-    SELECT *, {_KEY_OF_SHARD} FROM unnest({given}) WITH ORDINALITY AS u(shard_id, version, nonce, number) OFFSET 0
-  ) AS f JOIN timers AS t ON {_IS_ROW_OF}
-  WHERE t.shard_version = f.version AND t.shard_nonce = f.nonce AND t.shard_owner_id IS NOT NULL
-  ORDER BY f.number FOR {lock} OF t)"""  # noqa: S608
+  SELECT f.shard_id FROM unnest({given}) AS f(shard_id, version, nonce)
+  WHERE shard_fence_holds(f.shard_id, f.version, f.nonce, {to_change_it}))"""  # noqa: S608
 
 
 def _insert(arguments: _Arguments, row_type: int, after: str) -> str:
@@ -153,9 +150,9 @@ def commit_sql(puts: bool, deletes: bool, reached: bool, low_water: bool) -> str
     arguments = _Arguments()
     arguments.count = 1
     # Raising the low water changes the shard row; two sharers of its lock would wait for each other for ever.
-    parts = [_fence(arguments, "NO KEY UPDATE" if low_water else "SHARE")]
+    parts = [_fence(arguments, to_change_it=low_water)]
     all_held = "(SELECT count(*) FROM fence) = $1::int"
-    removed, answer, sure = all_held, "'{}'::bigint[]", "$1::int"
+    removed, answer, sunk = all_held, "'{}'::bigint[]", "0"
     if puts or deletes:
         # The keys of the puts first: those found among them are what is replaced.
         key_types = ("int", "text", "text")
@@ -175,55 +172,47 @@ gone AS (DELETE FROM timers AS t USING found AS f WHERE {_IS_ROW_OF} RETURNING f
     if reached:
         parts.append(f"ended AS ({_insert(arguments, 3, all_held)})")
     if low_water:
-        wanted = arguments.arrays("int", "bigint", "bigint", "bigint")
-        given = ", ".join(wanted)
-        # A low water that must go down and does not would hide timers: then rather no commit, by a division by zero.
-        sure = f"""1 / CASE WHEN (SELECT count(*) FROM fence) < $1::int
-  OR (SELECT count(*) FROM water) = cardinality({wanted[0]}) THEN 1 ELSE 0 END"""  # noqa: S608
-        parts.append(f"""water AS (
-  UPDATE timers AS t SET shard_low_water = f.water FROM (
-    SELECT w.shard_id, {_KEY_OF_SHARD}, ARRAY[w.at_ms, w.high, w.low] AS water
-    FROM unnest({given}) AS w(shard_id, at_ms, high, low) OFFSET 0) AS f
-  WHERE {_IS_ROW_OF} AND {all_held} RETURNING 1)""")  # noqa: S608
-    return f"WITH {', '.join(parts)}\nSELECT ARRAY(SELECT shard_id FROM fence), {answer}, {sure}"  # noqa: S608
+        given = ", ".join(arguments.arrays("int", "bigint", "bigint", "bigint"))
+        parts.append(f"""water AS MATERIALIZED (
+  SELECT shard_set_low_water(w.shard_id, ARRAY[w.at_ms, w.high, w.low])
+  FROM unnest({given}) AS w(shard_id, at_ms, high, low) WHERE {all_held})""")  # noqa: S608
+        sunk = "(SELECT count(*) FROM water)"  # asked for, or it would not happen
+    return f"WITH {', '.join(parts)}\nSELECT ARRAY(SELECT shard_id FROM fence), {answer}, {sunk}, $1::int"  # noqa: S608
 
 
 _SHARD = (
-    "t.shard_id, t.shard_version, t.shard_nonce, t.shard_owner_id, t.shard_owner_address,"
-    f" {_ms('t.shard_claimed_at')} AS claimed_at, t.shard_low_water"
+    "s.shard_id, s.shard_version, s.shard_nonce, s.shard_owner_id, s.shard_owner_address,"
+    f" {_ms('s.shard_claimed_at')}, s.shard_low_water"
 )
-_SHARDS = f"SELECT {_SHARD} FROM timers AS t WHERE t.row_type = 1"  # noqa: S608
+_SHARDS = f"SELECT {_SHARD} FROM shards AS s ORDER BY s.shard_id"  # noqa: S608
 # The lock brings the row as it is now, whatever the snapshot says: it is what a claim that fails is answered with.
 _CLAIM = f"""
 WITH found AS MATERIALIZED (
-  SELECT {_SHARD}, f.row_type, f.at, f.high, f.low, t.shard_version = f.version AS free,
-    f.nonce, f.owner_id, f.owner_address, f.now_ms
-  FROM (
-    SELECT *, {_KEY_OF_SHARD} FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::text[], $5::text[], $6::bigint[])
-      WITH ORDINALITY AS u(shard_id, version, nonce, owner_id, owner_address, now_ms, number) OFFSET 0
-  ) AS f JOIN timers AS t ON {_IS_ROW_OF}
-  ORDER BY f.number FOR UPDATE OF t),
+  SELECT f.*, s.shard_version, s.shard_nonce, s.shard_owner_id, s.shard_owner_address, s.shard_claimed_at,
+    s.shard_low_water
+  FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::text[], $5::text[], $6::bigint[])
+    AS f(shard_id, version, nonce, owner_id, owner_address, now_ms)
+  CROSS JOIN LATERAL (SELECT * FROM shards AS s WHERE s.shard_id = f.shard_id FOR UPDATE) AS s),
 taken AS (
-  UPDATE timers AS t SET shard_version = t.shard_version + 1, shard_nonce = f.nonce, shard_owner_id = f.owner_id,
+  UPDATE shards AS s SET shard_version = f.version + 1, shard_nonce = f.nonce, shard_owner_id = f.owner_id,
     shard_owner_address = f.owner_address, shard_claimed_at = {at("f.now_ms")}
-  FROM found AS f WHERE f.free AND {_IS_ROW_OF} RETURNING {_SHARD})
-SELECT shard_id, shard_version, shard_nonce, shard_owner_id, shard_owner_address, claimed_at, shard_low_water FROM found
-UNION ALL SELECT * FROM taken
+  FROM found AS f WHERE f.shard_version = f.version AND s.shard_id = f.shard_id RETURNING {_SHARD})
+SELECT {_SHARD} FROM found AS s WHERE s.shard_version <> s.version UNION ALL SELECT * FROM taken
 """  # noqa: S608
 
 
 def _release_sql() -> str:
-    fence = _fence(_Arguments(), "NO KEY UPDATE")
+    fence = _fence(_Arguments(), to_change_it=True)
     return f"""
 WITH {fence}
-UPDATE timers AS t SET shard_nonce = 0, shard_owner_id = NULL, shard_owner_address = NULL,
+UPDATE shards AS s SET shard_nonce = 0, shard_owner_id = NULL, shard_owner_address = NULL,
   shard_claimed_at = {at("0")}
-FROM fence AS f WHERE {_IS_ROW_OF} RETURNING t.shard_id
+FROM fence AS f WHERE s.shard_id = f.shard_id RETURNING s.shard_id
 """  # noqa: S608
 
 
 def _purge_sql() -> str:
-    fence = _fence(_Arguments(), "SHARE")
+    fence = _fence(_Arguments())
     return f"""
 WITH {fence},
 old AS MATERIALIZED (
@@ -241,9 +230,8 @@ GROUP BY shard_id
 _RELEASE = _release_sql()
 _PURGE = _purge_sql()
 _ENSURE_SHARDS = f"""
-INSERT INTO timers (shard_id, row_type, row_format, {KEY}, shard_version, shard_nonce, shard_claimed_at)
-SELECT id, 1, {ROW_FORMAT}, '-infinity', 0, 0, 0, 0, {at("0")} FROM generate_series(0, $1::int - 1) AS id
-ON CONFLICT DO NOTHING
+INSERT INTO shards (shard_id, shard_version, shard_nonce, shard_claimed_at)
+SELECT id, 0, 0, {at("0")} FROM generate_series(0, $1::int - 1) AS id ON CONFLICT DO NOTHING
 """  # noqa: S608
 
 
@@ -458,10 +446,23 @@ async def forget_member(run: Run, instance_id: str) -> None:
 
 # --- shards --------------------------------------------------------------------------------------
 
-# A statement that waited for a lock looks again at a row that was changed meanwhile. PostgreSQL 18.6 was seen to find
-# nothing then, if the statement names several shards. So what a first try refuses is tried again: with a new
-# snapshot it has nothing to wait for, and what is refused then is refused.
-_TRIES: Final = 3
+
+def _in_steps(run: Run) -> Run:
+    """For what may take more than one statement: once one was applied, a failure of the next is not "not applied"."""
+    begun = False
+
+    async def step(sql: str, /, *args: Any) -> list[Any]:
+        nonlocal begun
+        try:
+            rows = await run(sql, *args)
+        except StoreUnavailable as error:
+            if begun:
+                raise OutcomeUnknown(error.detail) from error
+            raise
+        begun = True
+        return rows
+
+    return step
 
 
 async def ensure_shards(run: Run, count: int) -> None:
@@ -469,42 +470,35 @@ async def ensure_shards(run: Run, count: int) -> None:
 
 
 async def shards(run: Run) -> list[ShardRow]:
-    return sorted(map(_shard_row, await run(_SHARDS)), key=lambda row: row.shard_id)
+    return [_shard_row(row) for row in await run(_SHARDS)]
 
 
 async def claim(run: Run, claims: Sequence[Claim]) -> list[ShardRow]:
     rows: dict[int, ShardRow] = {}
+    run = _in_steps(run)
     for turn in _turns([claim.shard_id for claim in claims]):
         wishes = [claims[index] for index in turn]
-        for _ in range(_TRIES):
-            answer = await run(
-                _CLAIM,
-                [c.shard_id for c in wishes],
-                [c.expected_version for c in wishes],
-                [c.nonce for c in wishes],
-                [c.owner_id for c in wishes],
-                [c.owner_address for c in wishes],
-                [c.now_ms for c in wishes],
-            )
-            rows.update((row[0], _shard_row(row)) for row in answer)  # those taken come last
-            wishes = [c for c in wishes if c.shard_id not in rows or rows[c.shard_id].version == c.expected_version]
-            if not wishes:
-                break
+        answer = await run(
+            _CLAIM,
+            [c.shard_id for c in wishes],
+            [c.expected_version for c in wishes],
+            [c.nonce for c in wishes],
+            [c.owner_id for c in wishes],
+            [c.owner_address for c in wishes],
+            [c.now_ms for c in wishes],
+        )
+        rows.update((row[0], _shard_row(row)) for row in answer)
     return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
 
 
 async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
+    run = _in_steps(run)
     for turn in _turns([fence.shard_id for fence in fences]):
-        left = [fences[index] for index in turn]
-        for _ in range(_TRIES):
-            released = {row[0] for row in await run(_RELEASE, *_fence_columns(left))}
-            left = [fence for fence in left if fence.shard_id not in released]
-            if not left:
-                break
-        lost = {fence.shard_id for fence in left}
+        rows = await run(_RELEASE, *_fence_columns([fences[index] for index in turn]))
+        released = {row[0] for row in rows}
         for index in turn:
-            if fences[index].shard_id in lost:
+            if fences[index].shard_id not in released:
                 results[index] = _lost(fences[index])
     return results
 
@@ -516,6 +510,7 @@ _NOTHING_REPLACED = Committed()
 
 async def commit(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [_NOTHING_REPLACED] * len(batches)
+    run = _in_steps(run)
     for turn in _turns([batch.fence.shard_id for batch in batches]):
         for index, result in zip(turn, await _commit_turn(run, [batches[index] for index in turn]), strict=True):
             results[index] = result
@@ -524,10 +519,7 @@ async def commit(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLo
 
 async def _commit_turn(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     """All batches or, if a fence failed, nothing; then the others are committed as if that one had not been there."""
-    for _ in range(_TRIES):
-        [[held, found, _]] = await run(*commit_call(batches))
-        if len(held) == len(batches):
-            break
+    [[held, found, *_]] = await run(*commit_call(batches))
     if len(held) < len(batches):
         good = [batch for batch in batches if batch.fence.shard_id in set(held)]
         done = dict(zip((b.fence.shard_id for b in good), await _commit_turn(run, good) if good else (), strict=True))
@@ -616,14 +608,10 @@ async def get_many(run: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found
 
 async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
     results: list[int | ShardLost] = [0] * len(fences)
+    run = _in_steps(run)
     for turn in _turns([fence.shard_id for fence in fences]):
-        removed: dict[int, int] = {}
-        left = [fences[index] for index in turn]
-        for _ in range(_TRIES):
-            removed.update(await run(_PURGE, *_fence_columns(left), bound_ms(before_ms), limit))
-            left = [fence for fence in left if fence.shard_id not in removed]
-            if not left:
-                break
+        some = [fences[index] for index in turn]
+        removed = dict(await run(_PURGE, *_fence_columns(some), bound_ms(before_ms), limit))
         for index in turn:
             count = removed.get(fences[index].shard_id)
             results[index] = _lost(fences[index]) if count is None else count

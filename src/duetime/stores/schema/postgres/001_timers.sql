@@ -1,9 +1,45 @@
--- One table for everything that belongs to a shard. row_type: 1 the shard's ownership row, 2 a timer,
--- 3 a reached timer. A shard row has -infinity, 0, 0 in the key. Text that is looked up is compared as bytes.
--- The payload is text and not json: it is kept byte for byte, whatever it is, and never parsed on the way in.
+-- Whose a shard is: what every write locks and looks at. A small table of its own, and not partitioned (ADR 12).
+-- Room in the pages keeps the changes out of the index.
+CREATE TABLE shards (
+    shard_id            integer        PRIMARY KEY,
+    shard_version       bigint         NOT NULL,
+    shard_nonce         bigint         NOT NULL,
+    shard_owner_id      text,
+    shard_owner_address text,
+    shard_claimed_at    timestamptz(3) NOT NULL,
+    shard_low_water     bigint[]       -- milliseconds and the two halves of a uuid: a place, not only a time
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.1, autovacuum_vacuum_cost_delay = 0);
+
+-- What a commit does to the shard's row, as functions, because each then is a statement of its own within the
+-- commit's: one that had to wait for a lock looks again at a row that was changed meanwhile, and PostgreSQL 18 was
+-- seen to crash, or to find nothing, if the same statement also names a partitioned table (ADR 12).
+--
+-- Does the row still carry the fence? Locked from here on, against claims, or against everybody who would change it.
+CREATE FUNCTION shard_fence_holds(id integer, version bigint, nonce bigint, to_change_it boolean) RETURNS boolean
+LANGUAGE plpgsql AS $$
+BEGIN
+    IF to_change_it THEN
+        PERFORM 1 FROM shards WHERE shard_id = id AND shard_version = version AND shard_nonce = nonce
+            AND shard_owner_id IS NOT NULL FOR NO KEY UPDATE;
+    ELSE
+        PERFORM 1 FROM shards WHERE shard_id = id AND shard_version = version AND shard_nonce = nonce
+            AND shard_owner_id IS NOT NULL FOR SHARE;
+    END IF;
+    RETURN FOUND;
+END
+$$;
+
+-- Only after the fence was found to hold.
+CREATE FUNCTION shard_set_low_water(id integer, place bigint[]) RETURNS void
+LANGUAGE sql AS $$
+    UPDATE shards SET shard_low_water = place WHERE shard_id = id;
+$$;
+
+-- row_type: 2 a timer, 3 a reached timer. Text that is looked up is compared as bytes. The payload is text and not
+-- json: it is kept byte for byte, whatever it is, and never parsed on the way in.
 CREATE TABLE timers (
     shard_id                       integer        NOT NULL,
-    row_type                       smallint       NOT NULL CHECK (row_type IN (1, 2, 3)),
+    row_type                       smallint       NOT NULL CHECK (row_type IN (2, 3)),
     row_format                     smallint       NOT NULL,
     timer_attempts                 integer,
     timer_execute_at               timestamptz(3) NOT NULL,  -- of a reached timer: when it may be purged
@@ -28,18 +64,10 @@ CREATE TABLE timers (
     timer_own_uuid_high            bigint,
     timer_own_uuid_low             bigint,
 
-    shard_version                  bigint,
-    shard_nonce                    bigint,
-    shard_owner_id                 text,
-    shard_owner_address            text,
-    shard_claimed_at               timestamptz(3),
-    shard_low_water                bigint[],  -- milliseconds and the two halves of a uuid: a place, not only a time
-
     CHECK ((row_type = 3) = (timer_outcome IS NOT NULL)),
     PRIMARY KEY (row_type, shard_id, timer_execute_at, timer_uuid_high, timer_uuid_low)
 ) PARTITION BY HASH (shard_id);
 
-CREATE INDEX shard_rows ON timers (shard_id) WHERE row_type = 1;
 -- A timer is stored once; what became of it may be stored many times, newest last. Neither index speaks of
 -- row_type, so that a question by id can use no other index, and one by time none of these: PostgreSQL has no way
 -- to name an index, and must not be left a choice while it has no statistics.
