@@ -186,7 +186,7 @@ class Way:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._pass_on(reader, onward, questions=True))
                 both.create_task(self._pass_on(answers, writer, questions=False))
-        except* (OSError, asyncio.CancelledError):
+        except* (OSError, RuntimeError, asyncio.CancelledError):  # uvloop's word for a closed end is RuntimeError
             pass
         finally:
             self._connections.discard(task)
@@ -227,13 +227,19 @@ class Instance(RealServer):
         self.settings["DUETIME_DELIVERY_USER_AGENT"] = self.who
         super().launch()
 
+    def _move(self) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
     async def start_whatever_it_takes(self, within_seconds: float = 60) -> None:
         """As a supervisor does: one that ends because the database is away is started again."""
 
         async def is_ready() -> bool:
             if not self.is_running:
+                if self.log.exists() and self.log.read_text().endswith("Address already in use\n"):
+                    self._move()  # another program has taken it meanwhile
                 self.launch()
-            return await self.not_ready() is None
+            return await self.not_ready() is None and self.is_running
 
         await until(is_ready, f"{self.name} is ready; its log: {self.log}", within_seconds)
 

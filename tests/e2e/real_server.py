@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,19 +25,19 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """Below the ephemeral range, so that no outgoing connection sits on it; never the same one twice."""
-    for port in range(20_000 + os.getpid() % 5_000, 32_000):
-        if port in _given:
-            continue
+    """Below the ephemeral range, so that no outgoing connection sits on it; by chance, so that two runs of the tests
+    rarely meet; never the same one twice."""
+    while True:
+        port = random.randrange(10_000, 32_000)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
+        if port not in _given:
             _given.add(port)
             return port
-    raise RuntimeError("no free port")
 
 
 def wall_ms() -> int:

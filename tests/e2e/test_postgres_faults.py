@@ -208,7 +208,7 @@ async def test_a_heartbeat_waits_behind_nothing(near: Store, database_url: str) 
     fence = await take(near, 0)
     await near.join(Member("me", "host:1", 0, True, 1))
     other = await asyncpg.connect(database_url)
-    await other.execute("BEGIN; LOCK TABLE timers")
+    await other.execute("BEGIN; LOCK TABLE shards, timers")
     stuck = [
         asyncio.ensure_future(near.commit(put(fence, make_timer()))),
         asyncio.ensure_future(near.claim([Claim(0, 9, 9, "x", "y", 1)])),

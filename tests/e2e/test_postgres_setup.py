@@ -102,7 +102,7 @@ async def test_a_user_who_may_not_make_or_use_tables_is_told_what_to_grant(
         await weak.migrate()
     await open_store(database_url).migrate()
     postgres_server.query(f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {user}", database)
-    with pytest.raises(SetupError, match="INSERT in timers"):
+    with pytest.raises(SetupError, match="INSERT in shards"):
         await weak.open()
     granted = f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO {user}"
     postgres_server.query(granted, database)
