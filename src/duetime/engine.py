@@ -34,7 +34,7 @@ _CLAIMS_PER_CALL = 256
 _PURGED_PER_CALL = 1_000
 _PURGE_ROUND_SECONDS = 60
 _BALANCE_EVERY_MS = 5_000  # when everything is where it should be
-_NAMESPACES_EVERY_MS = 2_000
+_NAMESPACES_EVERY_MS = 900  # so: at every sweep
 _RECOVERY_PAUSE_SECONDS = 0.05
 # Deliveries made but not yet on disk would be made again after a crash: beyond this many, no more are started.
 _UNSETTLED_MAX = 4_000
@@ -413,6 +413,8 @@ class Engine:
                 if not exclusive and now_ms - self._namespaces_at_ms > _NAMESPACES_EVERY_MS:
                     self._namespaces_at_ms = now_ms
                     await self.namespaces.refresh()
+                    if self.namespaces.shards_needed() > len(self.rows):
+                        await self.balance()  # another instance has made a wider one
                 # Alone, nothing moves; but what could not be claimed for want of a lease still has to be.
                 missing = exclusive and len(self.shards) < len(self.rows)
                 if missing or (not exclusive and now_ms - self._balanced_at_ms > _BALANCE_EVERY_MS):

@@ -30,6 +30,9 @@ class Namespaces:
         """Without waiting; the deleted ones are left out."""
         return [namespace for namespace in self._by_name.values() if not namespace.deleted]
 
+    def shards_needed(self) -> int:
+        return max((namespace.num_shards for namespace in self._by_name.values()), default=0)
+
     async def get(self, name: str) -> Namespace:
         namespace = self._by_name.get(name)
         if namespace is None or namespace.deleted:

@@ -34,18 +34,25 @@ class Storm:
         self._database = database
         self._rng = rng
         self._database_struck = asyncio.Lock()
-        self.kinds: dict[str, Callable[[Instance, random.Random], Awaitable[None]]] = {
+        self._on_all: dict[str, Callable[[random.Random], Awaitable[None]]] = {
+            "database restart": self._restart_database,
+            "database kill": self._kill_database,
+        }
+        self._on_one: dict[str, Callable[[Instance, random.Random], Awaitable[None]]] = {
             "kill": self._kill,
             "freeze": self._freeze,
             "roll": self._roll,
             "join before leave": self._join_before_leave,
-            "database restart": self._restart_database,
-            "database kill": self._kill_database,
             "link cut": self._cut,
             "link slow": self._slow,
             "link swallows all": self._black_hole,
             "link swallows answers": self._deaf,
         }
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of faults; graceful moves are none."""
+        return (self._on_all.keys() | self._on_one.keys()) - {"roll", "join before leave"}
 
     @property
     def summary(self) -> str:
@@ -79,7 +86,7 @@ class Storm:
         async with asyncio.TaskGroup() as faults:
             while time.monotonic() < ends_at or rounds == 0:
                 if not bag:
-                    bag = list(self.kinds)
+                    bag = [*self._on_all, *self._on_one]
                     self._rng.shuffle(bag)
                 await turns.acquire()
                 fault = faults.create_task(self._one(bag.pop()))
@@ -88,10 +95,15 @@ class Storm:
                 await asyncio.sleep(self._rng.uniform(0.2, 2.5))
 
     async def _one(self, kind: str) -> None:
+        rng = random.Random(self._rng.random())
+        if kind in self._on_all:
+            async with self._database_struck:
+                await self._on_all[kind](rng)
+            return
         instance = self._rng.choice([i for i in self._cluster.instances if not (i.struck or i.leaving)])
         instance.struck = True
         try:
-            await self.kinds[kind](instance, random.Random(self._rng.random()))
+            await self._on_one[kind](instance, rng)
         finally:
             instance.struck = False
 
@@ -139,15 +151,13 @@ class Storm:
 
     # --- the database -----------------------------------------------------------------------------
 
-    async def _restart_database(self, instance: Instance, rng: random.Random) -> None:
-        instance.struck = False  # it is not struck more than the others
-        async with self._database_struck, self.noted("database restart"):
+    async def _restart_database(self, rng: random.Random) -> None:
+        async with self.noted("database restart"):
             await asyncio.to_thread(self._database.restart)
             await self._all_serve()
 
-    async def _kill_database(self, instance: Instance, rng: random.Random) -> None:
-        instance.struck = False
-        async with self._database_struck, self.noted("database kill"):
+    async def _kill_database(self, rng: random.Random) -> None:
+        async with self.noted("database kill"):
             await asyncio.to_thread(self._database.kill)
             await asyncio.sleep(rng.choice((0.0, rng.uniform(0, 5))))
             await asyncio.to_thread(self._database.start)
