@@ -141,7 +141,7 @@ def shares(servers: list[subprocess.Popen[bytes]], share: float) -> Iterator[Non
 # --- creates against pgbench ---------------------------------------------------------------------
 
 _PGBENCH = """
-\\set id random(1, 9000000000)
+\\set id random(1, 9000000000000000)
 INSERT INTO timers (shard_id, row_type, row_format, timer_execute_at, timer_uuid_high, timer_uuid_low,
   timer_namespace, timer_id, timer_generation, timer_scheduled_at, timer_created_at, timer_attempts,
   timer_callback_url, timer_payload)
@@ -155,7 +155,9 @@ def against_pgbench(server: Postgres, folder: Path, seconds: int, rounds: int) -
     url = fresh_database(server)
     script = folder / "insert.sql"
     script.write_text(_PGBENCH)
-    results: dict[str, list[float]] = {"pgbench": [], "one": [], "two": []}
+    results: dict[str, list[float]] = {
+        name: [] for name in ("pgbench_simple", "pgbench_prepared", "one", "two", "own_client")
+    }
     for number in range(rounds):
         for count in (1, 2):
             with instances(url, count):
@@ -163,18 +165,33 @@ def against_pgbench(server: Postgres, folder: Path, seconds: int, rounds: int) -
                     load(count, seconds=2, connections=64, prefix=f"warm{count}")
                 run = load(count, seconds=seconds, connections=256 // count, prefix=f"r{number}-{count}")
                 results["one" if count == 1 else "two"].append(run["per_second"])
+                if count == 1:
+                    results["own_client"].append(own_client(seconds, f"o{number}"))
         database = url.rpartition("/")[2]
-        options = f"-n -c 16 -j 2 -T {seconds} -M prepared -h 127.0.0.1 -p {server.port} -U postgres"
-        said = server.run([server.program("pgbench"), *options.split(), "-f", str(script), database])
-        results["pgbench"].append(next(float(x.split()[2]) for x in said.splitlines() if x.startswith("tps")))
+        for mode in ("simple", "prepared"):
+            options = f"-n -c 16 -j 2 -T {seconds} -M {mode} -h 127.0.0.1 -p {server.port} -U postgres"
+            said = server.run([server.program("pgbench"), *options.split(), "-f", str(script), database])
+            rate = next(float(line.split()[2]) for line in said.splitlines() if line.startswith("tps"))
+            results[f"pgbench_{mode}"].append(rate)
         say(f"  round {number + 1}: " + ", ".join(f"{name} {values[-1]:,.0f}/s" for name, values in results.items()))
     middle = {name: round(statistics.median(values)) for name, values in results.items()}
     return {
         "rows_per_second": results,
         "median": middle,
-        "ratio_one_process": round(middle["one"] / middle["pgbench"], 2),
-        "ratio_two_processes": round(middle["two"] / middle["pgbench"], 2),
+        "ratio_to_simple": round(middle["one"] / middle["pgbench_simple"], 2),
+        "ratio_to_prepared": round(middle["one"] / middle["pgbench_prepared"], 2),
+        "ratio_own_client_to_prepared": round(middle["own_client"] / middle["pgbench_prepared"], 2),
     }
+
+
+def own_client(seconds: int, prefix: str) -> float:
+    command = [sys.executable, "-m", "benchmarks.load", "client", "--port", str(FIRST_PORT), "--to", TARGET]
+    done = subprocess.run(
+        [*command, "--seconds", str(seconds), "--prefix", prefix, "--connections", "512"],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return float(json.loads(done.stdout)["per_second"])
 
 
 # --- one process against two ---------------------------------------------------------------------

@@ -4,6 +4,7 @@ Run as processes of their own, so that they do not share an interpreter with wha
 
     python -m benchmarks.load create --port 8463 --connections 256 --seconds 10 --to URL --delay 1h
     python -m benchmarks.load create --port 8463,8464 --direct …     # each timer to the instance that owns it
+    python -m benchmarks.load client --port 8463 …                   # our own client, which coalesces
     python -m benchmarks.load receive --port 9000
 
 `receive` answers 200 to everything; `GET /report` on it answers how many came and how late they were.
@@ -22,6 +23,8 @@ from functools import partial
 from typing import Any, cast
 
 import uvloop
+
+from duetime import AsyncClient
 
 
 class _Creator(asyncio.Protocol):
@@ -223,6 +226,25 @@ async def _receive(options: argparse.Namespace) -> None:
     await server.serve_forever()
 
 
+async def _client(options: argparse.Namespace) -> None:
+    """The same with our own client: every create awaited by itself, sent together with those made meanwhile."""
+    until, done = time.perf_counter() + options.seconds, 0
+    async with AsyncClient(f"http://127.0.0.1:{options.port}", coalesce=True) as client:
+
+        async def creator(number: int) -> int:
+            count = 0
+            while time.perf_counter() < until:
+                count += 1
+                order = {"order": count, "kind": "expire"}
+                timer_id = f"{options.prefix}-{number}-{count}"
+                await client.create(timer_id, delay=options.delay, callback_url=options.to, payload=order)
+            return count
+
+        started = time.perf_counter()
+        done = sum(await asyncio.gather(*(creator(number) for number in range(options.connections))))
+    print(json.dumps({"creates": done, "per_second": round(done / (time.perf_counter() - started))}))
+
+
 async def _create(options: argparse.Namespace) -> None:
     print(json.dumps(await CreateRun(options).run()))
 
@@ -241,6 +263,8 @@ def main() -> None:
     create.add_argument("--delay", default="30d")
     create.add_argument("--at", default="")
     create.add_argument("--prefix", default="bench")
+    client = commands.add_parser("client", parents=[create], add_help=False, conflict_handler="resolve")
+    client.set_defaults(run=_client)
     receive = commands.add_parser("receive")
     receive.set_defaults(run=_receive)
     receive.add_argument("--port", type=int, default=9000)

@@ -97,6 +97,9 @@ _REACHED_COLUMNS: Final = (
     ("timer_reached_at", "bigint", True),
 )
 _COLUMNS = {2: _TIMER_COLUMNS, 3: _REACHED_COLUMNS}
+# Arrays are what a commit costs the client most; these columns are nearly always the same, and then left out.
+_SCHEDULED_AT: Final = 3  # among the common columns
+_IF_NULL: Final = {"timer_attempts": "0", "timer_scheduled_at": "timer_execute_at"}
 
 
 def selected(row_type: int, if_only: str = "") -> str:
@@ -127,11 +130,18 @@ def _fence(arguments: _Arguments, *, to_change_it: bool = False) -> str:
   WHERE shard_fence_holds(f.shard_id, f.version, f.nonce, {to_change_it}))"""  # noqa: S608
 
 
-def _insert(arguments: _Arguments, row_type: int, after: str) -> str:
+def _insert(arguments: _Arguments, row_type: int, after: str, keys: Sequence[str] = ()) -> str:
+    """Arrays may be shorter than the others: what is missing is NULL, or what _IF_NULL says.
+
+    `keys`: shard, namespace and id, where they are among the arguments already.
+    """
     columns = _COLUMNS[row_type]
-    given = ", ".join(arguments.arrays("int", *(kind for _, kind, _ in columns)))
+    known = dict(zip(("shard_id", "timer_namespace", "timer_id"), keys, strict=False))
+    wanted = [("shard_id", "int"), *((name, kind) for name, kind, _ in columns)]
+    given = ", ".join(known.get(name) or arguments.arrays(kind)[0] for name, kind in wanted)
     names = ", ".join(name for name, _, _ in columns)
-    values = ", ".join(at(name) if is_time else name for name, _, is_time in columns)
+    full = {name: f"coalesce({name}, {instead})" for name, instead in _IF_NULL.items()}
+    values = ", ".join(at(full.get(n, n)) if is_time else full.get(n, n) for n, _, is_time in columns)
     # The timers that puts replace are gone by then; a reached row that is there already stays as it is.
     conflict = " ON CONFLICT DO NOTHING" if row_type == 3 else ""
     return f"""INSERT INTO timers (row_type, row_format, shard_id, {names})
@@ -153,6 +163,7 @@ def commit_sql(puts: bool, deletes: bool, reached: bool, low_water: bool) -> str
     parts = [_fence(arguments, to_change_it=low_water)]
     all_held = "(SELECT count(*) FROM fence) = $1::int"
     removed, answer, sunk = all_held, "'{}'::bigint[]", "0"
+    put_keys: list[str] | None = None
     if puts or deletes:
         # The keys of the puts first: those found among them are what is replaced.
         key_types = ("int", "text", "text")
@@ -168,7 +179,7 @@ gone AS (DELETE FROM timers AS t USING found AS f WHERE {_IS_ROW_OF} RETURNING f
         removed = f"{all_held} AND (SELECT count(*) FROM gone) >= 0"  # noqa: S608
         answer = "ARRAY(SELECT number FROM gone)"
     if puts:
-        parts.append(f"put AS ({_insert(arguments, 2, removed)})")
+        parts.append(f"put AS ({_insert(arguments, 2, removed, put_keys or ())})")
     if reached:
         parts.append(f"ended AS ({_insert(arguments, 3, all_held)})")
     if low_water:
@@ -294,14 +305,18 @@ def _common_columns(timers: Sequence[Timer]) -> list[list[Any]]:
         [timer.generation for timer in timers],
         [timer.scheduled_at_ms for timer in timers],
         [timer.created_at_ms for timer in timers],
-        [timer.attempts for timer in timers],
+        [timer.attempts for timer in timers] if any(timer.attempts for timer in timers) else [],
         [timer.callback_url for timer in timers],
-        [timer.payload for timer in timers],
-        [None if timer.retry_policy is None else as_json(timer.retry_policy) for timer in timers],
-        [timer.callback_timeout_seconds for timer in timers],
-        [timer.correlation_id for timer in timers],
-        [None if timer.extras is NO_EXTRAS else as_json(timer.extras) for timer in timers],
+        _unless_none([timer.payload for timer in timers]),
+        _unless_none([None if timer.retry_policy is None else as_json(timer.retry_policy) for timer in timers]),
+        _unless_none([timer.callback_timeout_seconds for timer in timers]),
+        _unless_none([timer.correlation_id for timer in timers]),
+        _unless_none([None if timer.extras is NO_EXTRAS else as_json(timer.extras) for timer in timers]),
     ]
+
+
+def _unless_none(column: list[Any]) -> list[Any]:
+    return [] if column.count(None) == len(column) else column
 
 
 def _own_columns(timers: Sequence[Timer]) -> list[list[Any]]:
@@ -543,7 +558,9 @@ def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
         args.append([key.namespace for key in deletes])
         args.append([key.timer_id for key in deletes])
     if puts:
-        args += (put_shards, *_own_columns(puts), *columns)
+        if all(timer.scheduled_at_ms == timer.execute_at_ms for timer in puts):
+            columns[_SCHEDULED_AT] = []
+        args += (*_own_columns(puts), *columns[2:])
     if reached:
         args.append([batch.fence.shard_id for batch in batches for _ in batch.reached])
         args += _reached_columns(reached)
