@@ -66,7 +66,7 @@ async def test_a_storm_of_faults_loses_nothing_and_repeats_only_what_was_in_flig
         assert codes == [0, 0, 0]
         assert "Traceback" not in cluster.logs
         assert {fault.kind for fault in storm.faults} >= storm.kinds
-        assert load.results[Result.OK] > 1_000
+        assert load.results[Result.OK] > 200
 
 
 async def test_a_claim_that_has_to_wait_costs_nobody_the_lease_and_no_client_his_patience(

@@ -200,7 +200,10 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", default=os.environ.get("DUETIME_CONFIG"), help="TOML file (DUETIME_CONFIG)"
     )
     parser.add_argument(
-        "--store", type=_store_url, metavar="URL", help="sqlite:///relative.db, sqlite:////absolute.db, memory://"
+        "--store",
+        type=_store_url,
+        metavar="URL",
+        help="sqlite:///relative.db, sqlite:////absolute.db, postgresql://user:password@host/database, memory://",
     )
     parser.add_argument(
         "--listen", type=_address, metavar="HOST:PORT", help="address of the HTTP API (default 127.0.0.1:8463)"
