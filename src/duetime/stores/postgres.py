@@ -4,8 +4,8 @@ Every call is one statement in one round trip, and every write carries its fence
 what may wait for what: commits have one for each writer lane; the heartbeat, on which the right to fire depends,
 waits behind no other work; lists, which may take long, hold up nobody.
 
-postgres_sql.py and postgres_list.py are what is said to the database, postgres_link.py the connections and their
-errors, postgres_schema.py the tables.
+postgres_sql.py and postgres_list.py are what is said to the database, postgres_rows.py what its rows are,
+postgres_link.py the connections and their errors, postgres_schema.py the tables.
 """
 
 from __future__ import annotations

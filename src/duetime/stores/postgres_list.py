@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from duetime.model import Position, Reached
 from duetime.store import Listing, ListQuery
-from duetime.stores.postgres_sql import KEY, LAST_MS, Row, Run, as_json, at, bound_ms, reached_of, selected, timer_of
+from duetime.stores.postgres_rows import KEY, LAST_MS, Row, as_json, at, bound_ms, reached_of, selected, timer_of
+from duetime.stores.postgres_sql import Run
 
 __all__ = ["list_timers"]
 

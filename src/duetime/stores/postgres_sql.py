@@ -20,27 +20,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Sequence
-from typing import Any, Final, Protocol
-
-import msgspec
+from typing import Any, Protocol
 
 from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreUnavailable
 from duetime.model import (
-    NO_EXTRAS,
     ROW_FORMAT,
-    Ending,
-    Extras,
     Namespace,
-    Position,
-    Reached,
-    RetryPolicy,
     Timer,
     TimerKey,
 )
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
-from duetime.timetext import LATEST_MS
-
-Row = Sequence[Any]
+from duetime.stores.postgres_rows import (
+    COLUMNS,
+    IF_NULL,
+    KEY,
+    SCHEDULED_AT,
+    as_json,
+    at,
+    bound_ms,
+    common_columns,
+    decode_namespace,
+    ms,
+    own_columns,
+    reached_columns,
+    reached_of,
+    selected,
+    shard_row,
+    timer_of,
+)
 
 LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
 
@@ -54,60 +61,11 @@ class Run(Protocol):
 # --- SQL -----------------------------------------------------------------------------------------
 
 
-def at(milliseconds: str) -> str:
-    return f"to_timestamp({milliseconds}::float8 / 1000)::timestamptz(3)"
-
-
-def _ms(column: str) -> str:
-    return f"(date_part('epoch', {column}) * 1000)::bigint"
-
-
-KEY = "timer_execute_at, timer_uuid_high, timer_uuid_low"
-
 _KEY_OF_ROW = "t.row_type, t.timer_execute_at AS at, t.timer_uuid_high AS high, t.timer_uuid_low AS low"
 _IS_ROW_OF = """t.row_type = f.row_type AND t.shard_id = f.shard_id
   AND t.timer_execute_at = f.at AND t.timer_uuid_high = f.high AND t.timer_uuid_low = f.low"""
 _IS_TIMER_OF_KEY = """t.timer_outcome IS NULL AND t.shard_id = k.shard_id
     AND t.timer_namespace = k.timer_namespace AND t.timer_id = k.timer_id"""
-
-# The columns of a timer: name, type, and whether it is a time. In the order of timer_of and reached_of.
-_TIMER_COLUMNS: Final = (
-    ("timer_execute_at", "bigint", True),
-    ("timer_uuid_high", "bigint", False),
-    ("timer_uuid_low", "bigint", False),
-    ("timer_namespace", "text", False),
-    ("timer_id", "text", False),
-    ("timer_generation", "bigint", False),
-    ("timer_scheduled_at", "bigint", True),
-    ("timer_created_at", "bigint", True),
-    ("timer_attempts", "int", False),
-    ("timer_callback_url", "text", False),
-    ("timer_payload", "text", False),
-    ("timer_retry_policy", "json", False),
-    ("timer_callback_timeout_seconds", "int", False),
-    ("timer_correlation_id", "text", False),
-    ("timer_options", "json", False),
-)
-_REACHED_COLUMNS: Final = (
-    *_TIMER_COLUMNS,
-    ("timer_own_execute_at", "bigint", True),
-    ("timer_own_uuid_high", "bigint", False),
-    ("timer_own_uuid_low", "bigint", False),
-    ("timer_outcome", "text", False),
-    ("timer_reached_at", "bigint", True),
-)
-_COLUMNS = {2: _TIMER_COLUMNS, 3: _REACHED_COLUMNS}
-# Arrays are what a commit costs the client most; these columns are nearly always the same, and then left out.
-_SCHEDULED_AT: Final = 3  # among the common columns
-_IF_NULL: Final = {"timer_attempts": "0", "timer_scheduled_at": "timer_execute_at"}
-
-
-def selected(row_type: int, if_only: str = "") -> str:
-    """The columns as they are read. `if_only`: NULL instead, but for the position, unless that is true."""
-    texts = [_ms(f"t.{name}") if is_time else f"t.{name}" for name, _, is_time in _COLUMNS[row_type]]
-    if if_only:
-        texts[3:] = [f"CASE WHEN {if_only} THEN {text} END" for text in texts[3:]]
-    return ", ".join(f"{text} AS {name}" for text, (name, _, _) in zip(texts, _COLUMNS[row_type], strict=True))
 
 
 class _Arguments:
@@ -131,16 +89,16 @@ def _fence(arguments: _Arguments, *, to_change_it: bool = False) -> str:
 
 
 def _insert(arguments: _Arguments, row_type: int, after: str, keys: Sequence[str] = ()) -> str:
-    """Arrays may be shorter than the others: what is missing is NULL, or what _IF_NULL says.
+    """Arrays may be shorter than the others: what is missing is NULL, or what IF_NULL says.
 
     `keys`: shard, namespace and id, where they are among the arguments already.
     """
-    columns = _COLUMNS[row_type]
+    columns = COLUMNS[row_type]
     known = dict(zip(("shard_id", "timer_namespace", "timer_id"), keys, strict=False))
     wanted = [("shard_id", "int"), *((name, kind) for name, kind, _ in columns)]
     given = ", ".join(known.get(name) or arguments.arrays(kind)[0] for name, kind in wanted)
     names = ", ".join(name for name, _, _ in columns)
-    full = {name: f"coalesce({name}, {instead})" for name, instead in _IF_NULL.items()}
+    full = {name: f"coalesce({name}, {instead})" for name, instead in IF_NULL.items()}
     values = ", ".join(at(full.get(n, n)) if is_time else full.get(n, n) for n, _, is_time in columns)
     # The timers that puts replace are gone by then; a reached row that is there already stays as it is.
     conflict = " ON CONFLICT DO NOTHING" if row_type == 3 else ""
@@ -193,7 +151,7 @@ gone AS (DELETE FROM timers AS t USING found AS f WHERE {_IS_ROW_OF} RETURNING f
 
 _SHARD = (
     "s.shard_id, s.shard_version, s.shard_nonce, s.shard_owner_id, s.shard_owner_address,"
-    f" {_ms('s.shard_claimed_at')}, s.shard_low_water"
+    f" {ms('s.shard_claimed_at')}, s.shard_low_water"
 )
 _SHARDS = f"SELECT {_SHARD} FROM shards AS s ORDER BY s.shard_id"  # noqa: S608
 # The lock brings the row as it is now, whatever the snapshot says: it is what a claim that fails is answered with.
@@ -278,96 +236,7 @@ SELECT k.number, 3, {selected(3)} FROM k CROSS JOIN LATERAL (
 """  # noqa: S608
 
 
-# --- rows ----------------------------------------------------------------------------------------
-
-_encode = msgspec.json.Encoder().encode
-_decode_policy = msgspec.json.Decoder(RetryPolicy).decode
-_decode_extras = msgspec.json.Decoder(Extras).decode
-_decode_namespace = msgspec.json.Decoder(Namespace).decode
-FIRST_MS: Final = -1
-LAST_MS: Final = LATEST_MS + 1  # no timer is stored at or after it
-
-
-def as_json(value: object) -> str:
-    return _encode(value).decode()
-
-
-def bound_ms(at_ms: int) -> int:
-    """A bound of a search, brought to where a timestamp can be; beyond that nothing is stored anyway."""
-    return min(max(at_ms, FIRST_MS), LAST_MS)
-
-
-def _common_columns(timers: Sequence[Timer]) -> list[list[Any]]:
-    """From the namespace to the options."""
-    return [
-        [timer.namespace for timer in timers],
-        [timer.timer_id for timer in timers],
-        [timer.generation for timer in timers],
-        [timer.scheduled_at_ms for timer in timers],
-        [timer.created_at_ms for timer in timers],
-        [timer.attempts for timer in timers] if any(timer.attempts for timer in timers) else [],
-        [timer.callback_url for timer in timers],
-        _unless_none([timer.payload for timer in timers]),
-        _unless_none([None if timer.retry_policy is None else as_json(timer.retry_policy) for timer in timers]),
-        _unless_none([timer.callback_timeout_seconds for timer in timers]),
-        _unless_none([timer.correlation_id for timer in timers]),
-        _unless_none([None if timer.extras is NO_EXTRAS else as_json(timer.extras) for timer in timers]),
-    ]
-
-
-def _unless_none(column: list[Any]) -> list[Any]:
-    return [] if column.count(None) == len(column) else column
-
-
-def _own_columns(timers: Sequence[Timer]) -> list[list[Any]]:
-    return [
-        [timer.execute_at_ms for timer in timers],
-        [timer.uuid_high for timer in timers],
-        [timer.uuid_low for timer in timers],
-    ]
-
-
-def _reached_columns(reached: Sequence[Reached]) -> list[list[Any]]:
-    timers = [r.timer for r in reached]
-    positions = [r.position for r in reached]
-    return [
-        *([position[part] for position in positions] for part in range(3)),
-        *_common_columns(timers),
-        *_own_columns(timers),
-        [r.ending.value for r in reached],
-        [r.reached_at_ms for r in reached],
-    ]
-
-
-def timer_of(row: Row, own: int = 2) -> Timer:
-    """Of a row whose first two columns say where it belongs. `own`: where the timer's own position stands."""
-    return Timer(
-        namespace=row[5],
-        timer_id=row[6],
-        uuid_high=row[own + 1],
-        uuid_low=row[own + 2],
-        generation=row[7],
-        execute_at_ms=row[own],
-        scheduled_at_ms=row[8],
-        created_at_ms=row[9],
-        callback_url=row[11],
-        attempts=row[10],
-        payload=row[12],
-        retry_policy=None if row[13] is None else _decode_policy(row[13]),
-        callback_timeout_seconds=row[14],
-        correlation_id=row[15],
-        extras=NO_EXTRAS if row[16] is None else _decode_extras(row[16]),
-    )
-
-
-def reached_of(row: Row) -> Reached:
-    return Reached(timer=timer_of(row, own=17), ending=Ending(row[20]), reached_at_ms=row[21], purge_at_ms=row[2])
-
-
-def _shard_row(row: Row) -> ShardRow:
-    if row[6] is None:
-        return ShardRow(row[0], row[1], row[2], row[3], row[4], row[5])
-    return ShardRow(row[0], row[1], row[2], row[3], row[4], row[5], Position(*row[6]))
+# --- fences and turns ----------------------------------------------------------------------------
 
 
 def _fence_columns(fences: Sequence[Fence]) -> list[list[int]]:
@@ -428,7 +297,7 @@ SELECT alive, {timeline} FROM (SELECT alive FROM new UNION ALL SELECT alive FROM
 async def heartbeat(run: Run, instance_id: str, counter: int, timeline: str) -> tuple[int, str]:
     rows = await run(
         f"""UPDATE members SET counter = greatest(counter, $2) WHERE instance_id = $1 AND alive
-RETURNING {_ms("clock_timestamp()")}, {timeline}""",  # noqa: S608 - TIMELINE or NO_TIMELINE
+RETURNING {ms("clock_timestamp()")}, {timeline}""",  # noqa: S608 - TIMELINE or NO_TIMELINE
         instance_id,
         counter,
     )
@@ -439,7 +308,7 @@ RETURNING {_ms("clock_timestamp()")}, {timeline}""",  # noqa: S608 - TIMELINE or
 
 async def members(run: Run) -> list[Member]:
     rows = await run(
-        f"SELECT instance_id, address, counter, alive, {_ms('joined_at')}, secret FROM members ORDER BY instance_id"  # noqa: S608
+        f"SELECT instance_id, address, counter, alive, {ms('joined_at')}, secret FROM members ORDER BY instance_id"  # noqa: S608
     )
     return [Member(*row) for row in rows]
 
@@ -485,7 +354,7 @@ async def ensure_shards(run: Run, count: int) -> None:
 
 
 async def shards(run: Run) -> list[ShardRow]:
-    return [_shard_row(row) for row in await run(_SHARDS)]
+    return [shard_row(row) for row in await run(_SHARDS)]
 
 
 async def claim(run: Run, claims: Sequence[Claim]) -> list[ShardRow]:
@@ -502,7 +371,7 @@ async def claim(run: Run, claims: Sequence[Claim]) -> list[ShardRow]:
             [c.owner_address for c in wishes],
             [c.now_ms for c in wishes],
         )
-        rows.update((row[0], _shard_row(row)) for row in answer)
+        rows.update((row[0], shard_row(row)) for row in answer)
     return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
 
 
@@ -550,7 +419,7 @@ def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
     reached = [ended for batch in batches for ended in batch.reached]
     waters = [(batch.fence.shard_id, *batch.low_water) for batch in batches if batch.low_water is not None]
     put_shards = [batch.fence.shard_id for batch in batches for _ in batch.puts]
-    columns = _common_columns(puts) if puts else []
+    columns = common_columns(puts) if puts else []
     if puts:
         args += (put_shards, columns[0], columns[1])
     if deletes:
@@ -559,11 +428,11 @@ def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
         args.append([key.timer_id for key in deletes])
     if puts:
         if all(timer.scheduled_at_ms == timer.execute_at_ms for timer in puts):
-            columns[_SCHEDULED_AT] = []
-        args += (*_own_columns(puts), *columns[2:])
+            columns[SCHEDULED_AT] = []
+        args += (*own_columns(puts), *columns[2:])
     if reached:
         args.append([batch.fence.shard_id for batch in batches for _ in batch.reached])
-        args += _reached_columns(reached)
+        args += reached_columns(reached)
     if waters:
         args += ([water[part] for water in waters] for part in range(4))
     return commit_sql(bool(puts), bool(deletes), bool(reached), bool(waters)), *args
@@ -639,7 +508,7 @@ async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit
 
 
 async def namespaces(run: Run) -> list[Namespace]:
-    return [_decode_namespace(row[0]) for row in await run("SELECT body FROM namespaces ORDER BY name")]
+    return [decode_namespace(row[0]) for row in await run("SELECT body FROM namespaces ORDER BY name")]
 
 
 async def put_namespace(run: Run, namespace: Namespace, expected_revision: int | None) -> bool:
