@@ -24,6 +24,7 @@ from duetime.engine import Engine
 from duetime.errors import NotReady, SetupError
 from duetime.http_server import HttpServer, Request, Response, bind_sockets, problem_response, serve_http
 from duetime.peer_calls import HttpPeers
+from duetime.peer_wire import REFUSED
 from duetime.peers import Peers
 from duetime.service import Service
 from duetime.store import Store, open_store
@@ -139,7 +140,8 @@ async def _not_ready(request: Request) -> Response:
     later = (("retry-after", str(NotReady.retry_after_seconds)),)
     if request.path == "/readyz":
         return Response(503, b"not ready: starting\n", TEXT, later)
-    return problem_response(503, NotReady.code, "this instance is starting; nothing was applied", later)
+    refused = (*later, (REFUSED, "not carried out"))
+    return problem_response(503, NotReady.code, "this instance is starting; nothing was applied", refused)
 
 
 # --- addresses -----------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from duetime.clock import Clock
 from duetime.config import Config
 from duetime.delivery import Deliverer
-from duetime.errors import DuetimeError, MemberDead, NotOwner, OutcomeUnknown, ShardLost, StoreError
+from duetime.errors import DuetimeError, FailedOver, MemberDead, NotOwner, OutcomeUnknown, ShardLost, StoreError
 from duetime.firing import FireLoop
 from duetime.horizon import Horizon
 from duetime.lane import Lane, Lookup
@@ -34,7 +34,6 @@ _CLAIMS_PER_CALL = 256
 _PURGED_PER_CALL = 1_000
 _PURGE_ROUND_SECONDS = 60
 _BALANCE_EVERY_MS = 5_000  # when everything is where it should be
-_NAMESPACES_EVERY_MS = 900  # so: at every sweep
 _RECOVERY_PAUSE_SECONDS = 0.05
 # Deliveries made but not yet on disk would be made again after a crash: beyond this many, no more are started.
 _UNSETTLED_MAX = 4_000
@@ -57,7 +56,7 @@ class Engine:
         self.telemetry = telemetry
         self.shards: dict[int, Shard] = {}
         self.rows: dict[int, ShardRow] = {}  # all shards, as last read
-        self.namespaces = Namespaces(store)
+        self.namespaces = Namespaces(store, clock)
         self.membership = Membership(store, clock, config.engine, telemetry, rng, address)
         self.lookup = Lookup(store)
         self.fire_loop = FireLoop(
@@ -92,12 +91,14 @@ class Engine:
             for _ in range(store.capabilities.lanes)
         ]
         self._tasks: set[asyncio.Task[None]] = set()
+        self._under_way: set[str] = set()
+        self._newly_lost = 0
         self._shared_balance = Shared(self._balance)
         self._settled = False  # as last read, every shard is where it should be
         self._look_trouble = Trouble("could not look at the cluster", "the cluster is in sight again")
+        self._purge_trouble = Trouble("could not purge what is past its retention", "purging again")
         self._recovery_trouble = Trouble("shards are not recovered yet", "shards are recovered")
         self._balanced_at_ms = 0
-        self._namespaces_at_ms = 0
         self._wire_gauges()
 
     def _wire_gauges(self) -> None:
@@ -123,7 +124,13 @@ class Engine:
             self._spawn(lane.run())
         self._spawn(self.horizon.run())
         self._spawn(self._heartbeats())  # before the claims, which may take longer than the lease
-        await self.balance()
+        try:
+            await self.balance()
+        except StoreError as error:
+            if self._store.capabilities.exclusive:
+                raise
+            # This instance is a member by now, and goes on from here: the next look claims.
+            self._look_trouble.goes_on(error, self.clock.boot_ms())
         self._spawn(self._sweeps())
         self._spawn(self._purges())
         self.started = True
@@ -165,6 +172,18 @@ class Engine:
 
     def new_id(self) -> str:
         return f"{self._rng.getrandbits(64):016x}"
+
+    def _once(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Begin it, unless it is still under way."""
+        if work.__name__ not in self._under_way:
+            self._under_way.add(work.__name__)
+            self._spawn(self._noted(work))
+
+    async def _noted(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+        finally:
+            self._under_way.discard(work.__name__)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -209,16 +228,19 @@ class Engine:
         await self._shared_balance()
 
     async def _balance(self) -> None:
+        self._settled = False
         asked_at_ms = self._balanced_at_ms = self.clock.boot_ms()
         self.rows = {row.shard_id: row for row in await self._store.shards()}
         if not self._store.capabilities.exclusive:
             # Members after shards, never before: an owner that joined in between would look dead.
             await self.membership.observe()
         alive, fit = self.membership.alive, self.membership.fit
-        if self.stopping or not self.membership.may_fire() or self.membership.instance_id not in alive:
-            self._settled = False
-            return  # nothing is claimed before this instance is fully alive, nor once it is dead
         me = self.membership.instance_id
+        if not self.stopping and me in alive and not self.membership.may_claim():
+            # One whose clock is off is alive: what it does not serve, and yet owns, nobody else may take.
+            await self._give_free([row.fence for row in self.rows.values() if self._is_orphan(row)])
+        if self.stopping or not self.membership.may_claim() or me not in alive:
+            return  # nothing is claimed before this instance is fully alive, nor once it is dead
         target = owners(len(self.rows), fit)
         wanted: list[ShardRow] = []
         unwanted: list[Shard] = []
@@ -230,20 +252,23 @@ class Engine:
                 # Another has it, or a failover of the database has forgotten that we do.
                 if row.fence != shard.fence and shard.fenced_at_ms < asked_at_ms and not shard.recovering:
                     self._lost(shard, OutcomeUnknown())
-                elif not is_mine and not shard.closing:
+                elif not is_mine and not shard.closing and self.membership.is_steady(target[row.shard_id]):
                     unwanted.append(shard)
             elif is_mine and (row.owner_id == me or row.owner_id not in alive):
                 wanted.append(row)
-            elif row.owner_id == me:
-                orphaned.append(row.fence)  # a release that did not get through
+            elif self._is_orphan(row):
+                orphaned.append(row.fence)
         for start in range(0, len(wanted), _CLAIMS_PER_CALL):
             await self._claim(wanted[start : start + _CLAIMS_PER_CALL])
         self._settled = all(row.owner_id == target[shard_id] for shard_id, row in self.rows.items())
         self.horizon.look()
         if unwanted:
             self._spawn(self._release(unwanted))
-        if orphaned:
-            await self._give_free(orphaned)
+        await self._give_free(orphaned)
+
+    def _is_orphan(self, row: ShardRow) -> bool:
+        """Ours by its row and not served: a release that did not get through."""
+        return row.owner_id == self.membership.instance_id and row.shard_id not in self.shards
 
     async def _claim(self, rows: list[ShardRow]) -> None:
         claims = [self._claim_of(row.shard_id, row.version) for row in rows]
@@ -269,8 +294,16 @@ class Engine:
     def _lost(self, shard: Shard, unknown: DuetimeError | None = None) -> None:
         """`unknown`: what to tell about a commit under way, unless it was the one that was refused."""
         self.telemetry.shards_lost.value += 1
-        log.warning("shard %d is another's now", shard.shard_id)
+        log.debug("shard %d is another's now", shard.shard_id)
+        if not self._newly_lost:
+            asyncio.get_running_loop().call_soon(self._tell_lost)
+        self._newly_lost += 1
         self._drop(shard, NotOwner(), unknown)
+
+    def _tell_lost(self) -> None:
+        """One line for all that were lost together."""
+        log.warning("%d shards are another's now", self._newly_lost)
+        self._newly_lost = 0
 
     def _drop(self, shard: Shard, error: DuetimeError, unknown: DuetimeError | None = None) -> None:
         if self.shards.get(shard.shard_id) is shard:
@@ -362,18 +395,19 @@ class Engine:
                     self._drop_all()
                     await self.membership.join()
                     dead = False
-                    self._spawn(self._look())
+                    self._once(self._look)
                 await self.membership.beat()
                 if self.membership.is_skewed and not alone:
                     self._spawn(self._release([s for s in self.shards.values() if not s.closing]))
-                if not alone and (await self.membership.observe() or not self._settled):
-                    self._spawn(self._look())
+                if not alone:
+                    self._once(self._look)
                 looked = True
-                self._look_trouble.is_over()
-            except MemberDead:
+            except MemberDead as error:
                 # Whatever we held is another's. Begin again, under a new name.
-                log.error("this instance was declared dead: dropping its shards and joining again")
+                log.error("dropping all shards and joining again: %s", error)
                 self._drop_all()
+                if isinstance(error, FailedOver):
+                    self.membership.wait_before_claims()
                 dead = True
             except StoreError as error:
                 self._look_trouble.goes_on(error, self.clock.boot_ms())
@@ -382,9 +416,12 @@ class Engine:
     async def _look(self) -> None:
         """Beside the heartbeats: a claim that waits for a lock, or on a line that hangs, must not cost the lease."""
         try:
-            await self.balance()
+            if await self.membership.observe() or not self._settled:
+                await self.balance()
         except StoreError as error:
             self._look_trouble.goes_on(error, self.clock.boot_ms())
+        else:
+            self._look_trouble.is_over()
 
     def _until_next_look(self, interval: float) -> float:
         """The next heartbeat; sooner if a member may be declared dead before it."""
@@ -396,7 +433,6 @@ class Engine:
     async def _sweeps(self) -> None:
         """Once a second: nothing depends on a wake-up that might have been lost."""
         loop = asyncio.get_running_loop()
-        exclusive = self._store.capabilities.exclusive
         while True:
             expected = loop.time() + 1.0
             await asyncio.sleep(1.0)
@@ -409,18 +445,22 @@ class Engine:
             self.horizon.relieve()
             self.horizon.look()
             self.fire_loop.wake()
-            try:
-                if not exclusive and now_ms - self._namespaces_at_ms > _NAMESPACES_EVERY_MS:
-                    self._namespaces_at_ms = now_ms
-                    await self.namespaces.refresh()
-                    if self.namespaces.shards_needed() > len(self.rows):
-                        await self.balance()  # another instance has made a wider one
-                # Alone, nothing moves; but what could not be claimed for want of a lease still has to be.
-                missing = exclusive and len(self.shards) < len(self.rows)
-                if missing or (not exclusive and now_ms - self._balanced_at_ms > _BALANCE_EVERY_MS):
-                    await self.balance()
-            except StoreError as error:
-                log.warning("could not look at the store: %s", error)
+            self._once(self._look_at_store)
+
+    async def _look_at_store(self) -> None:
+        """Beside the sweeps, which must not wait for a store that hangs."""
+        exclusive = self._store.capabilities.exclusive
+        try:
+            if not exclusive:
+                await self.namespaces.refresh()
+            if exclusive:
+                due = len(self.shards) < len(self.rows)  # what could not be claimed for want of a lease
+            else:
+                due = self.clock.boot_ms() - self._balanced_at_ms > _BALANCE_EVERY_MS
+            if due or self.namespaces.shards_needed() > len(self.rows):  # another instance has made a wider one
+                await self.balance()
+        except StoreError as error:
+            self._look_trouble.goes_on(error, self.clock.boot_ms())
 
     async def _purges(self) -> None:
         """Reached rows past their retention go, every shard once a minute."""
@@ -432,8 +472,9 @@ class Engine:
             try:
                 while shards:
                     shards = await self._purge([s for s in shards if not (s.dropped or s.recovering)])
+                self._purge_trouble.is_over()
             except StoreError as error:
-                log.warning("could not purge what is past its retention: %s", error)
+                self._purge_trouble.goes_on(error, self.clock.boot_ms())
 
     async def _purge(self, shards: list[Shard]) -> list[Shard]:
         """One round; answers the shards that may have more."""

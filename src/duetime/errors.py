@@ -15,6 +15,7 @@
     ├── StoreError                what a Store may raise, and nothing else
     │   ├── ShardLost                  the fence failed: nothing was written, the shard is another's
     │   ├── MemberDead                 this instance was declared dead: join again under a new id
+    │   │   └── FailedOver             the database may have lost what it acknowledged: likewise
     │   ├── StoreUnavailable      503  not applied, safe to retry
     │   │   └── StoreThrottled         not applied, back off
     │   ├── OutcomeUnknown        503  may have been applied: never guess, never blindly retry
@@ -125,6 +126,10 @@ class ShardLost(StoreError):
 class MemberDead(StoreError):
     code = "member_dead"
     title = "This instance was declared dead"
+
+
+class FailedOver(MemberDead):
+    title = "The database has failed over, and may have lost what it acknowledged"
 
 
 class StoreUnavailable(StoreError):

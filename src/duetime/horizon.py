@@ -17,7 +17,7 @@ from duetime.firing import FireLoop
 from duetime.membership import Membership
 from duetime.shard import Shard
 from duetime.store import Page, Store, Stretch
-from duetime.telemetry import log
+from duetime.telemetry import Trouble
 
 __all__ = ["Horizon"]
 
@@ -50,6 +50,7 @@ class Horizon:
         self._relieving = False
         self._page_timers = max(_PAGE_TIMERS_MIN, min(_PAGE_TIMERS_MAX, config.timers_in_memory_max // 10))
         self.weight = 0  # of everything in memory
+        self._trouble = Trouble("could not load timers that come near", "timers are loaded again")
 
     # --- the account ------------------------------------------------------------------------------
 
@@ -142,7 +143,9 @@ class Horizon:
         try:
             pages = await self._store.load([Stretch(s.shard_id, s.horizon, until_ms, limit) for s in shards])
         except StoreError as error:
-            log.warning("could not load timers of %d shards: %s", len(shards), error)
+            self._trouble.goes_on(error, self._membership.boot_ms())
+        else:
+            self._trouble.is_over()
         finally:
             for shard, page in zip(shards, pages, strict=True):
                 self._loaded(shard, page, until_ms)

@@ -70,19 +70,20 @@ class Lane:
             pause = await self._commit(taken, pause)
 
     def _take(self) -> list[tuple[Shard, Batch]]:
-        room = self._store.capabilities.batch_max
+        room, chars = self._store.capabilities.batch_max, self._store.capabilities.batch_chars_max
         taken: list[tuple[Shard, Batch]] = []
         for _ in range(len(self._dirty)):
-            if room <= 0:
+            if room <= 0 or chars <= 0:
                 break
             shard = self._dirty.popleft()
             self._queued.discard(shard)
-            batch = shard.next_batch(room)
+            batch = shard.next_batch(room, chars)
             if batch is None:
                 continue  # dropped, or recovering: it comes back by itself
             if shard.pending:
                 self.written(shard)
             room -= len(shard.committing)
+            chars -= shard.committing_chars
             taken.append((shard, self._with_low_water(shard, batch)))
         return taken
 

@@ -56,6 +56,8 @@ class Membership:
         self._seen: dict[str, tuple[int, int]] = {}  # member -> (counter, boot time of its last change)
         self._observed_at_ms = _NEVER
         self._dead_since_ms: dict[str, int] = {}
+        self._first_seen_ms: dict[str, int] = {}
+        self._claims_from_ms = _NEVER
         self._former: set[str] = set()  # ids of this process that were declared dead, or that a failover forgot
 
     # --- asked all the time -----------------------------------------------------------------------
@@ -64,6 +66,9 @@ class Membership:
     def lease_ms(self) -> int:
         """How much longer this instance may fire."""
         return max(0, self._lease_until_ms - self._clock.boot_ms())
+
+    def boot_ms(self) -> int:
+        return self._clock.boot_ms()
 
     def may_fire(self) -> bool:
         return self._clock.boot_ms() < self._lease_until_ms
@@ -81,6 +86,21 @@ class Membership:
         return wall_ms
 
     # --- joining and staying ----------------------------------------------------------------------
+
+    def wait_before_claims(self) -> None:
+        """After a failover: leases that the database forgot may still be running, so nothing is claimed meanwhile."""
+        self._claims_from_ms = self._clock.boot_ms() + self._config.dead_after.ms
+
+    def may_claim(self) -> bool:
+        return self.may_fire() and self._clock.boot_ms() >= self._claims_from_ms
+
+    def is_steady(self, instance_id: str) -> bool:
+        """Has it been there for a while? Who comes and goes again and again gets nothing from those who stay."""
+        now_ms = self._clock.boot_ms()
+        _, beat_at_ms = self._seen.get(instance_id, (0, _NEVER))
+        if now_ms - beat_at_ms > 2.5 * self._config.heartbeat_interval.ms:
+            return False  # perhaps it is dead already, and only not buried yet
+        return now_ms - self._first_seen_ms.get(instance_id, now_ms) > self._config.dead_after.ms
 
     async def join(self) -> None:
         """Enter the cluster under a fresh id; the first heartbeat opens the lease.
@@ -160,6 +180,7 @@ class Membership:
                 members[member.instance_id] = replace(member, alive=False)
         for gone in self._seen.keys() - members.keys():
             del self._seen[gone]
+        self._first_seen_ms = {name: self._first_seen_ms.get(name, boot_ms) for name in members}
         for gone in self._dead_since_ms.keys() - members.keys():
             del self._dead_since_ms[gone]
         before = set(self.alive), self.fit
@@ -198,6 +219,7 @@ class Membership:
                 self._counter += 1
                 await self._store.heartbeat(self.instance_id, self._counter)
                 await self._store.mark_dead(self.instance_id, self._counter)
+            await self._store.forget_member(self.instance_id)  # who leaves in order is no dead to be looked at
         except StoreError as error:
             log.warning("could not sign off: %s", error)
 

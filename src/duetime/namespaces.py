@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from duetime.clock import Clock
 from duetime.errors import Conflict, InvalidField, NotFound
 from duetime.model import SHARDS_MAX, Namespace
 from duetime.sharing import Shared
 from duetime.store import Store
 
-__all__ = ["DEFAULT_NAMESPACE", "Namespaces"]
+__all__ = ["DEFAULT_NAMESPACE", "FRESH_FOR_MS", "Namespaces"]
 
 DEFAULT_NAMESPACE = "default"
+# Whoever deletes a namespace waits for longer than this: then nobody takes a write for it any more.
+FRESH_FOR_MS = 3_000
 _READ_AGAIN_AFTER_S = 0.05  # wrong names must not be able to hammer the store
 
 
 class Namespaces:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
+        self._clock = clock
+        self._fresh_until_ms = 0
         self._by_name: dict[str, Namespace] = {}
         self._shared_refresh = Shared(self.refresh, pause_s=_READ_AGAIN_AFTER_S)
 
     async def refresh(self) -> None:
+        began_ms = self._clock.boot_ms()
         self._by_name = {namespace.name: namespace for namespace in await self._store.namespaces()}
+        self._fresh_until_ms = began_ms + FRESH_FOR_MS
+
+    def usable(self, name: str) -> Namespace | None:
+        """One that is known well enough for a write: there, not deleted, and read a moment ago. Without waiting."""
+        namespace = self._by_name.get(name)
+        if namespace is None or namespace.deleted or self._is_stale:
+            return None
+        return namespace
+
+    @property
+    def _is_stale(self) -> bool:
+        return not self._store.capabilities.exclusive and self._clock.boot_ms() > self._fresh_until_ms
 
     def known(self, name: str) -> Namespace | None:
         """Without waiting; the deleted ones too, because their last timers still need their policies."""
@@ -35,7 +55,7 @@ class Namespaces:
 
     async def get(self, name: str) -> Namespace:
         namespace = self._by_name.get(name)
-        if namespace is None or namespace.deleted:
+        if namespace is None or namespace.deleted or self._is_stale:
             await self._shared_refresh()  # another instance may have made it a moment ago
             namespace = self._by_name.get(name)
         if namespace is None or namespace.deleted:
@@ -62,7 +82,8 @@ class Namespaces:
                 code="num_shards_immutable",
             )
         await self._store.ensure_shards(namespace.num_shards)
-        return await self._put(namespace, old)
+        revision = 0 if old is None else old.revision + 1
+        return await self._put(msgspec.structs.replace(namespace, revision=revision), old)
 
     async def replace(self, namespace: Namespace, old: Namespace) -> Namespace:
         return await self._put(namespace, old)

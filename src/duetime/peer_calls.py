@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import msgspec
@@ -21,6 +21,7 @@ from duetime.http_client import Answer, HttpClient, HttpError, parse_target, req
 from duetime.model import InstanceStatus
 from duetime.peer_wire import (
     ORDERS_PATH,
+    REFUSED,
     SIGNATURE,
     STATUS_PATH,
     Orders,
@@ -31,7 +32,7 @@ from duetime.peer_wire import (
     read_reply,
     sign,
 )
-from duetime.peers import CreateOrder, Forward, OrderAnswer, Peer
+from duetime.peers import Forward, OrderAnswer, Peer, payload_chars
 from duetime.telemetry import log
 from duetime.wire import ProblemJson
 
@@ -41,6 +42,7 @@ _REQUESTS_MAX: Final = 4  # under way to one instance
 _ORDERS_MAX: Final = 256  # in one request
 _PAYLOAD_CHARS_MAX: Final = 2 * 1024 * 1024
 _WAITING_MAX: Final = 20_000
+_UNSENT_S: Final = 2.0  # an order that could not be sent for so long goes back: its shard may have moved
 _REQUEST_TIMEOUT_MS: Final = 5_000
 _ORDER_TIMEOUT_S: Final = 15.0
 _STATUS_TIMEOUT_MS: Final = 1_000
@@ -58,7 +60,7 @@ class HttpPeers:
             connect_timeout_ms=1_000, body_bytes_max=_ANSWER_BYTES_MAX, idle_ms=20_000, connections_max=4_096
         )
         self._lines: dict[str, _Line] = {}
-        self._numbers = itertools.count(1)
+        self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(partial(itertools.count, 1))  # by peer
 
     async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
         line = self._lines.get(peer.instance_id)
@@ -68,7 +70,7 @@ class HttpPeers:
         return await line.ask(forward)
 
     async def status(self, peer: Peer) -> InstanceStatus:
-        question = Question(peer.instance_id, self._me(), next(self._numbers))
+        question = Question(peer.instance_id, self._me(), next(self._numbers[peer.instance_id]))
         try:
             answer = await self._post(peer, STATUS_PATH, encode(question), _STATUS_TIMEOUT_MS)
         except HttpError as error:
@@ -81,7 +83,7 @@ class HttpPeers:
         await self._http.close()
 
     async def _call(self, peer: Peer, new: list[Forward], again: list[str]) -> Answer | None:
-        orders = Orders(peer.instance_id, self._me(), next(self._numbers), new, again)
+        orders = Orders(peer.instance_id, self._me(), next(self._numbers[peer.instance_id]), new, again)
         return await self._post(peer, ORDERS_PATH, encode(orders), _REQUEST_TIMEOUT_MS)
 
     async def _post(self, peer: Peer, path: str, body: bytes, timeout_ms: int) -> Answer | None:
@@ -96,6 +98,8 @@ class HttpPeers:
         """Instances come and go, and never come back: lines that nobody waits on are let go."""
         if len(self._lines) > 64:
             self._lines = {name: line for name, line in self._lines.items() if line.in_use}
+            for gone in self._numbers.keys() - self._lines.keys():
+                del self._numbers[gone]
 
 
 _target = lru_cache(1_024)(lambda address, path: parse_target(f"http://{address}{path}"))
@@ -174,10 +178,14 @@ class _Line:
         """The oldest, as many as fit a request."""
         orders: list[_Waiting] = []
         room = _PAYLOAD_CHARS_MAX
+        too_old = self._loop.time() - _UNSENT_S
         while self._waiting and len(orders) < _ORDERS_MAX and room > 0:
             waiting = self._waiting.popleft()
+            if not waiting.taken and waiting.asked_at < too_old:
+                waiting.tell(NotOwner("the owner does not answer"))
+                continue
             orders.append(waiting)
-            room -= _payload_chars(waiting)
+            room -= 0 if waiting.taken else payload_chars(waiting.forward.order)
         return orders
 
     async def _carry(self, orders: list[_Waiting]) -> None:
@@ -189,16 +197,23 @@ class _Line:
             if answer is None:
                 raise HttpError("the connection broke before the answer", sent=True)
             if answer.status != 200:
-                # Refused at the door means that nothing of it was carried out; anything else may mean anything.
-                at_the_door = 400 <= answer.status < 500 or answer.status == 503
-                raise HttpError(_refusal(answer), sent=not at_the_door)
+                # Refused at the door means that nothing of it was carried out; but who else may be between us
+                # and the door, and says what after how long, nobody knows.
+                raise HttpError(_refusal(answer), sent=answer.header(REFUSED) is None)
             self._read(new + again, answer)
         except HttpError as error:
             _tell(new, OutcomeUnknown(error.reason) if error.sent else NotOwner(error.reason))
             _tell(again, OutcomeUnknown(error.reason))
+            self._give_back(error.reason)
         except Exception as error:  # nobody may wait for ever, whatever it was
             log.exception("orders to the instance at %s failed", self._peer.address)
             _tell(orders, OutcomeUnknown(f"the answer cannot be read: {error!r}"))
+
+    def _give_back(self, reason: str) -> None:
+        """What has not been sent yet need not be sent to where nobody answers."""
+        unsent = [waiting for waiting in self._waiting if not waiting.taken]
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.taken)
+        _tell(unsent, NotOwner(reason))
 
     def _read(self, orders: list[_Waiting], answer: Answer) -> None:
         overdue = self._loop.time() - _ORDER_TIMEOUT_S
@@ -215,12 +230,6 @@ class _Line:
             else:
                 order.taken = True
                 self._waiting.append(order)
-
-
-def _payload_chars(waiting: _Waiting) -> int:
-    order = waiting.forward.order
-    payload = order.spec.payload if isinstance(order, CreateOrder) and not waiting.taken else None
-    return 0 if payload is None else len(payload)
 
 
 def _tell(orders: Iterable[_Waiting], error: DuetimeError) -> None:

@@ -24,6 +24,7 @@ from duetime.peers import Forward, OrderAnswer
 __all__ = [
     "MSGPACK",
     "ORDERS_PATH",
+    "REFUSED",
     "SIGNATURE",
     "STATUS_PATH",
     "Answers",
@@ -43,6 +44,7 @@ __all__ = [
 ORDERS_PATH: Final = "/peer/v1/orders"
 STATUS_PATH: Final = "/peer/v1/status"
 SIGNATURE: Final = "duetime-signature"
+REFUSED: Final = "duetime-refused"  # on an answer: by the door of an instance, before anything was carried out
 MSGPACK: Final = b"application/msgpack"
 
 

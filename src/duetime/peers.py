@@ -26,6 +26,7 @@ __all__ = [
     "ReplayOrder",
     "UpdateOrder",
     "key_of",
+    "payload_chars",
 ]
 
 
@@ -58,6 +59,13 @@ def key_of(order: Order) -> TimerKey:
     if isinstance(order, CreateOrder):
         return TimerKey(order.spec.namespace, order.spec.timer_id)
     return order.key
+
+
+def payload_chars(order: Order) -> int:
+    """How large an order is, as far as it is worth counting."""
+    wish = order.spec if isinstance(order, CreateOrder) else order.patch if isinstance(order, UpdateOrder) else None
+    payload = None if wish is None else wish.payload
+    return len(payload) if isinstance(payload, str) else 0
 
 
 class Forward(Struct, frozen=True):

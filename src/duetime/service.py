@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal, cast
 
 import msgspec
@@ -53,7 +54,7 @@ from duetime.model import (
     kept_secrets,
     shard_of,
 )
-from duetime.namespaces import DEFAULT_NAMESPACE
+from duetime.namespaces import DEFAULT_NAMESPACE, FRESH_FOR_MS
 from duetime.owner import Owner, Written, view_of
 from duetime.peers import (
     CreateOrder,
@@ -68,19 +69,22 @@ from duetime.peers import (
     ReplayOrder,
     UpdateOrder,
     key_of,
+    payload_chars,
 )
 from duetime.shard import Shard
-from duetime.sharing import retrieved
+from duetime.sharing import Shared, retrieved
 from duetime.store import Found, ListQuery, Store
 from duetime.telemetry import log
 
 __all__ = ["Service"]
 
 _TAKEN_MAX = 10_000
+_TAKEN_CHARS_MAX = 16 * 1024 * 1024  # of payloads in them
+_STATUS_EVERY_SECONDS = 0.2
 # A shard that is between two owners has a new one within this time, normally; wishes about it wait so long.
 _PATIENCE_MS = 2_000
-# After a namespace was marked deleted: every instance has read it again, or has lost its shards.
-_WORD_GETS_ROUND_SECONDS = 4.0
+# After a namespace was marked deleted: nobody takes a write for it on an older reading, and what was taken is written.
+_WORD_GETS_ROUND_SECONDS = FRESH_FOR_MS / 1_000 + 1.0
 _ADMITTED_IS_WRITTEN_SECONDS = 0.25
 _PAUSE_FIRST_SECONDS = 0.02
 _PAUSE_MAX_SECONDS = 0.25
@@ -103,7 +107,14 @@ class Service:
         self._namespaces = engine.namespaces
         self._telemetry = engine.telemetry
         self._clock = engine.clock
-        self._taken: dict[str, asyncio.Future[OrderAnswer]] = {}  # orders from other instances, by their id
+        # Orders from other instances, by their id: how large they are, and what became of them.
+        self._taken: dict[str, tuple[int, asyncio.Future[OrderAnswer]]] = {}
+        self._taken_chars = 0
+        self._status: dict[bool, ClusterStatus] = {}
+        self._read_status = {
+            with_shards: Shared(partial(self._look_at_cluster, with_shards), pause_s=_STATUS_EVERY_SECONDS)
+            for with_shards in (False, True)
+        }
 
     # --- create -----------------------------------------------------------------------------------
 
@@ -146,8 +157,8 @@ class Service:
 
     def _admit(self, spec: TimerSpec) -> tuple[Timer, Written] | None:
         """The common create: of a shard that is here, in a namespace that is known. None: this one has to wait."""
-        namespace = self._namespaces.known(spec.namespace)
-        if namespace is None or namespace.deleted:
+        namespace = self._namespaces.usable(spec.namespace)
+        if namespace is None:
             return None
         shard = self._engine.shards.get(shard_of(spec.timer_id, namespace.num_shards))
         if shard is None or shard.closing:
@@ -303,22 +314,33 @@ class Service:
 
         The answer is shared: who gives up waiting for it must not cancel it.
         """
-        answer = self._taken.get(forward.order_id)
-        if answer is None:
-            answer = self._taken[forward.order_id] = self._take_create(forward) or asyncio.ensure_future(
-                self._take(forward)
-            )
-            answer.add_done_callback(retrieved)
-            if len(self._taken) > _TAKEN_MAX:
-                del self._taken[next(iter(self._taken))]
+        known = self._taken.get(forward.order_id)
+        if known is not None:
+            return known[1]
+        answer = self._take_create(forward) or asyncio.ensure_future(self._take(forward))
+        answer.add_done_callback(retrieved)
+        chars = payload_chars(forward.order)
+        self._taken[forward.order_id] = (chars, answer)
+        self._taken_chars += chars
+        self._forget_old_orders()
         return answer
+
+    def _forget_old_orders(self) -> None:
+        """The oldest that are decided. One that is not will be asked for again by its id."""
+        while len(self._taken) > _TAKEN_MAX or self._taken_chars > _TAKEN_CHARS_MAX:
+            oldest = next((order_id for order_id, (_, answer) in self._taken.items() if answer.done()), None)
+            if oldest is None:
+                return
+            chars, _ = self._taken.pop(oldest)
+            self._taken_chars -= chars
 
     def taken(self, order_id: str) -> asyncio.Future[OrderAnswer]:
         """The answer to an order that was taken before."""
-        answer = self._taken.get(order_id)
-        if answer is None:
-            answer = asyncio.get_running_loop().create_future()
-            answer.set_exception(OutcomeUnknown("nothing is known of this order any more"))
+        known = self._taken.get(order_id)
+        if known is not None:
+            return known[1]
+        answer: asyncio.Future[OrderAnswer] = asyncio.get_running_loop().create_future()
+        answer.set_exception(OutcomeUnknown("nothing is known of this order any more"))
         return answer
 
     def as_peer(self) -> Peer:
@@ -337,8 +359,8 @@ class Service:
         order, shard = forward.order, self._shard_for(forward)
         if shard is None or not isinstance(order, CreateOrder):
             return None
-        namespace = self._namespaces.known(order.spec.namespace)
-        if namespace is None or namespace.deleted:
+        namespace = self._namespaces.usable(order.spec.namespace)
+        if namespace is None:
             return None
         try:
             admitted = self._owner.admit(shard, namespace, order.spec)
@@ -387,13 +409,10 @@ class Service:
         if not 1 <= len(spec.name.encode()) <= ID_BYTES_MAX or "\0" in spec.name:
             raise InvalidField("namespace", f"namespace must have 1 to {ID_BYTES_MAX} bytes and no NUL")
         num_shards = self._config.namespaces.default_num_shards if spec.num_shards is UNSET else spec.num_shards
-        deleted = self._namespaces.known(spec.name)
-        revision = 0 if deleted is None else deleted.revision + 1
         fresh = Namespace(
             name=spec.name,
             num_shards=num_shards,
             created_at_ms=self._engine.membership.now_ms(),
-            revision=revision,
         )
         namespace = await self._namespaces.create(self._with(fresh, spec))
         try:
@@ -434,6 +453,8 @@ class Service:
         except Conflict:
             await self._namespaces.replace(_replace(gone, revision=gone.revision + 1, deleted=False), gone)
             raise
+        except StoreError as error:
+            raise OutcomeUnknown(f"marked as deleted, but whether it is empty could not be read: {error}") from error
 
     async def _refuse_if_used(self, namespace: Namespace) -> None:
         after: Position | None = BEFORE_ALL
@@ -487,7 +508,12 @@ class Service:
 
     async def cluster_status(self, *, with_shards: bool = False) -> ClusterStatus:
         """How the whole cluster is doing, by what its living members say of themselves."""
-        return await status.cluster_status(
+        await self._read_status[with_shards]()
+        return self._status[with_shards]
+
+    async def _look_at_cluster(self, with_shards: bool) -> None:
+        """Once for all who ask at the same time: it costs the database and every member something."""
+        self._status[with_shards] = await status.cluster_status(
             self._engine, self._store, self._peers, self._config.engine, with_shards=with_shards
         )
 

@@ -102,6 +102,13 @@ class Op:
         self.prior: Entry | None = None  # what memory held, to go back to if the Op comes to nothing
         self.settlement: Settlement | None = None  # what it goes back to if users' wishes merged into it expire
 
+    @property
+    def payload_chars(self) -> int:
+        chars = 0 if self.put is None or self.put.payload is None else len(self.put.payload)
+        for row in self.reached:
+            chars += len(row.timer.payload or "")
+        return chars
+
     def then(self, later: Op) -> None:
         """Merge a later Op into this one: its state wins, everybody is told."""
         self.put = later.put
@@ -136,6 +143,7 @@ class Shard:
         self.entries: dict[TimerKey, Entry] = {}
         self.pending: dict[TimerKey, Op] = {}
         self.committing: dict[TimerKey, Op] = {}
+        self.committing_chars = 0
         self.recovering = False  # the outcome of a commit is unknown: nothing is written or fired until it is known
         self.closing = False  # draining: no new wishes
         self.dropped = False
@@ -242,14 +250,20 @@ class Shard:
 
     # --- committing: called by the lane -----------------------------------------------------------
 
-    def next_batch(self, room: int) -> Batch | None:
-        """Up to `room` Ops as a batch; they count as committing from now on."""
+    def next_batch(self, room: int, chars: int) -> Batch | None:
+        """Up to `room` Ops, and about so many characters of payload, as a batch; they are committing from now on."""
         if self.recovering or self.dropped or self.committing or not self.pending:
             return None
-        if len(self.pending) <= room:
+        taken, self.committing_chars = 0, 0
+        for op in self.pending.values():
+            if taken == room or self.committing_chars >= chars:
+                break
+            taken += 1
+            self.committing_chars += op.payload_chars
+        if taken == len(self.pending):
             self.committing, self.pending = self.pending, {}
         else:
-            for key in list(self.pending)[:room]:
+            for key in list(self.pending)[:taken]:
                 self.committing[key] = self.pending.pop(key)
         puts: list[Timer] = []
         deletes: list[TimerKey] = []

@@ -49,6 +49,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
     name: str
     batch_max: int  # operations in one commit call, all shards together
+    batch_chars_max: int = 8 * 1024 * 1024  # of payloads in one commit call; a single larger one is let through
     payload_bytes_max: int
     lanes: int  # commits that may usefully be in flight at once
     time_resolution_ms: int = 1

@@ -164,7 +164,7 @@ class Trouble:
     def is_over(self) -> None:
         if self.reason:
             self.reason = ""
-            log.warning("%s", self._over)
+            log.info("%s", self._over)
 
 
 class _JsonLines(logging.Formatter):

@@ -46,7 +46,7 @@ def of_two(story: Callable[[World, World, Wires], Awaitable[None]]) -> None:
             wires.services[name] = world.service
             await world.start()
             worlds.append(world)
-        await asyncio.sleep(5)
+        await asyncio.sleep(10)  # a newcomer gets its share when it has been there for a while
         try:
             await story(worlds[0], worlds[1], wires)
         finally:

@@ -18,6 +18,7 @@ from duetime.model import Created, InstanceStatus, State, TimerKey, TimerSpec, T
 from duetime.peer_calls import HttpPeers
 from duetime.peer_wire import (
     ORDERS_PATH,
+    REFUSED,
     SIGNATURE,
     Answers,
     Orders,
@@ -99,7 +100,7 @@ async def owner() -> AsyncIterator[Owner]:
         try:
             response = await door.handle(request)
         except DuetimeError as error:
-            return Response(error.status, str(error).encode())
+            return Response(error.status, str(error).encode(), headers=((REFUSED, "not carried out"),))
         if owner.break_off:
             for connection in list(server.connections):
                 cast(Any, connection)._transport.abort()
@@ -247,3 +248,28 @@ def test_every_kind_of_answer_survives_the_way(answer: OrderAnswer) -> None:
 def test_an_error_of_a_newer_version_is_unknown() -> None:
     with pytest.raises(OutcomeUnknown):
         read_reply(Reply(error="SomethingNew", detail="?"))
+
+
+async def test_a_refusal_by_somebody_in_between_leaves_the_order_unknown(peers: HttpPeers) -> None:
+    """A proxy may say 503 after the instance behind it has carried the order out."""
+
+    async def proxy(_: Request) -> Response:
+        return Response(503, b"upstream is gone")
+
+    server = await serve_http(proxy, "127.0.0.1", 0, body_bytes_max=1 << 24, connections_max=64, idle_timeout_ms=60_000)
+    with pytest.raises(OutcomeUnknown, match="upstream is gone"):
+        await peers.forward(Peer("b", f"127.0.0.1:{server.port}", "the secret"), create("t1"))
+    await server.close(1_000)
+
+
+async def test_what_was_not_sent_when_a_peer_falls_silent_goes_back(owner: Owner, peers: HttpPeers) -> None:
+    """Five thousand orders for an instance whose connections break: those on their way are unknown, the rest is not."""
+    owner.break_off = True
+    names = [f"t{number}" for number in range(2_000)]
+    answers = await asyncio.gather(
+        *(peers.forward(owner.as_peer(), create(name)) for name in names), return_exceptions=True
+    )
+    kinds = {type(answer) for answer in answers}
+    assert kinds == {OutcomeUnknown, NotOwner}
+    unknown = [name for name, answer in zip(names, answers, strict=True) if isinstance(answer, OutcomeUnknown)]
+    assert set(owner.got) <= set(unknown), "nothing that was carried out is said to be not applied"

@@ -67,7 +67,7 @@ def in_cluster(names: str, story: Callable[[Cluster], Awaitable[None]]) -> None:
         cluster = Cluster(clock)
         for name in names:
             await cluster.join(name)
-        await asyncio.sleep(5)  # shards find their owners
+        await asyncio.sleep(10)  # shards find their owners
         try:
             await story(cluster)
         finally:

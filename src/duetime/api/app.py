@@ -18,6 +18,7 @@ from duetime.config import Config
 from duetime.errors import DuetimeError, NotFound, Rejected, Unauthenticated
 from duetime.http_server import JSON, PROBLEM_JSON, Request, Response
 from duetime.model import TimerKey, TimerSpec
+from duetime.peer_wire import REFUSED
 from duetime.service import Service
 from duetime.telemetry import Telemetry
 from duetime.wire import ProblemJson, encode_problem, problem_of
@@ -102,7 +103,8 @@ class Api:
             else:
                 response = self._answer_get(request)
         except DuetimeError as error:
-            response = _problem(error)
+            at_peers_door = request.path in PeerDoor.paths
+            response = _problem(error, headers=((REFUSED, "not carried out"),) if at_peers_door else ())
         except Exception:
             request_id = secrets.token_hex(8)
             log.exception("request %s: %s %s failed", request_id, request.method, request.path)

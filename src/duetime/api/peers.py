@@ -36,7 +36,7 @@ __all__ = ["PeerDoor"]
 
 # An order that takes longer than this must not keep the others of its request waiting.
 _ANSWER_WITHIN_S: Final = 0.025
-_NUMBERS_KEPT: Final = 1_024
+_NUMBERS_KEPT: Final = 16_384
 _SENDERS_MAX: Final = 1_024
 _UNDECIDED: Final = Reply()
 

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, cast
 from msgspec.structs import replace
 
 from duetime.clock import Clock, SystemClock
-from duetime.errors import MemberDead, ShardLost
+from duetime.errors import FailedOver, MemberDead, ShardLost
 from duetime.model import Namespace, Position, Reached, Timer, TimerKey
 from duetime.store import (
     Batch,
@@ -82,7 +82,7 @@ class MemoryStore:
         if member is None or not member.alive:
             raise MemberDead(f"{instance_id} was declared dead")
         if self._joined_on[instance_id] != self._timeline:
-            raise MemberDead("the database has failed over, and may have lost what it acknowledged")
+            raise FailedOver
         self._members[instance_id] = replace(member, counter=max(member.counter, counter))
         return self._clock.wall_ms()
 

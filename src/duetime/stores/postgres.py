@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
-from duetime.errors import MemberDead, ShardLost, StoreUnavailable
+from duetime.errors import FailedOver, ShardLost, StoreUnavailable
 from duetime.model import Namespace, TimerKey
 from duetime.store import (
     Batch,
@@ -92,11 +92,13 @@ class PostgresStore:
         run = self._open.membership.write
         now_ms, timeline = await postgres_sql.heartbeat(run, instance_id, counter, self._timeline_sql)
         if self._timelines.setdefault(instance_id, timeline) != timeline:
-            raise MemberDead(f"the database has failed over or was restored (timeline {timeline}): joining again")
+            # The other sessions may still be with the server of before, and take its word for the truth.
+            self._open.drop_connections()
+            raise FailedOver(f"the database has failed over or was restored (timeline {timeline}): joining again")
         return now_ms
 
     async def members(self) -> list[Member]:
-        return await postgres_sql.members(self._open.membership.read)
+        return await postgres_sql.members(self._open.reads.read)
 
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
         return await postgres_sql.mark_dead(self._open.membership.write, instance_id, counter)
@@ -154,6 +156,11 @@ class _Open:
         self.lists = Session(address, STATEMENT_SECONDS)
         self.membership = Session(address, MEMBERSHIP_SECONDS, MEMBERSHIP_SECONDS)
 
+        self._all: list[Session | Sessions] = [self.commits, self.reads, self.changes, self.lists, self.membership]
+
     async def close(self) -> None:
-        kinds: list[Any] = [self.commits, self.reads, self.changes, self.lists, self.membership]
-        await asyncio.gather(*(kind.close() for kind in kinds))
+        await asyncio.gather(*(kind.close() for kind in self._all))
+
+    def drop_connections(self) -> None:
+        for kind in self._all:
+            kind.drop_connection()

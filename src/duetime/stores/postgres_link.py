@@ -60,7 +60,8 @@ class Address(Struct, frozen=True):
     dsn: str
     label: str
     schema: str | None = None
-    pooled: bool = False
+    pooled: bool = False  # by transaction
+    by_session: bool = False  # pooled by session: settings cannot come with the connection, but with its first word
     application_name: str = "duetime"
     target: str = "primary"
 
@@ -95,6 +96,7 @@ def address_of(url: str) -> Address:
         label=_label(parts.netloc, parts.path, options),
         schema=schema,
         pooled=options.get("pooler") == "transaction",
+        by_session=options.get("pooler") == "session",
         application_name=options.get("application_name", "duetime"),
         target="primary" if target == "any" else target,
     )
@@ -198,6 +200,11 @@ def setup_error(address: Address, error: BaseException) -> SetupError | StoreUna
     for start, text in _EXPLANATIONS:
         if state.startswith(start):
             return SetupError(f"store.url: {address.label} {text} ({_in_words(error)})", field="store.url")
+    if "startup parameter" in str(error):
+        return SetupError(
+            f"store.url: {address.label} is a pooler; say ?pooler=transaction or ?pooler=session ({_in_words(error)})",
+            field="store.url",
+        )
     if isinstance(error, asyncpg.TargetServerAttributeNotMatched):
         return SetupError(
             f"store.url: {address.label} is a read-only standby; name the primary, or all hosts of the cluster",
@@ -245,10 +252,12 @@ _PLANNING = {
 
 def _server_settings(address: Address) -> dict[str, str]:
     """What a session of its own is set to. A pooler passes none of it on, but for the name."""
-    if address.pooled:
-        return {"application_name": address.application_name}
+    name = {"application_name": address.application_name}
+    return name if address.pooled or address.by_session else name | _session_settings(address)
+
+
+def _session_settings(address: Address) -> dict[str, str]:
     settings = {
-        "application_name": address.application_name,
         "default_transaction_isolation": "read committed",  # what the fences are proven under
         "tcp_keepalives_idle": "10",
         "tcp_keepalives_interval": "5",
@@ -289,7 +298,7 @@ class _Connection(asyncpg.Connection):
 
 
 async def connect(address: Address, within_seconds: float = CONNECT_SECONDS) -> asyncpg.Connection[Any]:
-    return await asyncpg.connect(
+    connection = await asyncpg.connect(
         address.dsn,
         timeout=within_seconds,
         connection_class=_Connection,
@@ -299,6 +308,10 @@ async def connect(address: Address, within_seconds: float = CONNECT_SECONDS) -> 
         # Behind a pooler the driver's own question could be answered by two servers; BEGIN READ WRITE asks there.
         target_session_attrs=None if address.pooled else SessionAttribute(address.target),
     )
+    if address.by_session:
+        settings = _session_settings(address).items()
+        await connection.execute("; ".join(f"SET {name} = '{value}'" for name, value in settings))
+    return connection
 
 
 class Session:
@@ -338,6 +351,11 @@ class Session:
             with contextlib.suppress(Exception):
                 await connection.close(timeout=CLOSE_SECONDS)
             connection.terminate()
+
+    def drop_connection(self) -> None:
+        """Whatever is under way there is unknown; the next statement connects anew."""
+        if self._connection is not None:
+            self._drop(self._connection)
 
     async def _outliving(self, work: Coroutine[Any, Any, T]) -> T:
         """A caller that is cancelled stops waiting; the work goes on. The driver would cancel it on the server."""
@@ -448,6 +466,10 @@ class Sessions:
 
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in self._sessions))
+
+    def drop_connection(self) -> None:
+        for session in self._sessions:
+            session.drop_connection()
 
     def _idlest(self) -> Session:
         return min(self._sessions, key=lambda session: session.busy)

@@ -160,7 +160,9 @@ class _Scan:
 
     def ready(self) -> Iterator[Row]:
         """Rows in order, as far as the order is known: until a scan that goes on has no more at hand."""
-        heap = [(_position(stream.rows[0]), n, stream) for n, stream in enumerate(self.streams) if stream.left]
+        heap = [
+            (_position(stream.rows[stream.first]), n, stream) for n, stream in enumerate(self.streams) if stream.left
+        ]
         if any(not stream.left and not stream.ended for stream in self.streams):
             return
         heapify(heap)

@@ -387,6 +387,23 @@ class Lists(Harness):
             await done(store, Batch(await take(store, shard_id), waiting, (), reached))
         return [timer for waiting, ended in batches.values() for timer in waiting + ended]
 
+    @pytest.mark.parametrize("limit", [7, 37, 100])
+    async def test_many_pages_over_many_shards_are_whole_and_in_order(self, store: Store, limit: int) -> None:
+        """Shards of very different fill and a page much smaller than the whole: merges that go on in many rounds."""
+        fences = [await take(store, shard_id) for shard_id in range(SHARDS)]
+        timers: list[Timer] = []
+        for number in range(1_200):
+            shard = number % SHARDS if number % 7 else 0
+            timer = make_timer(f"n-{number}", (number * 7_919) % 100_000)
+            timers.append(timer)
+            if number % 3 == 0:  # rows of another namespace lie between
+                other = make_timer(f"o-{number}", (number * 104_729) % 100_000, namespace="other")
+                await store.commit([Batch(fences[shard], [timer, other])])
+            else:
+                await store.commit([Batch(fences[shard], [timer])])
+        found, _ = await listed(store, ListQuery(namespace="test", num_shards=SHARDS, limit=limit))
+        assert found == sorted(timers, key=lambda timer: timer.position)
+
     async def test_lists_agree_with_a_naive_filter_for_every_page_size(self, store: Store) -> None:
         await self.fill(store)
         waiting = (await listed(store, ListQuery(namespace="test", num_shards=SHARDS, limit=1_000)))[0]
