@@ -10,7 +10,7 @@ from engine_world import URL, World
 from test_forwarding import Wires, of_two, owned_by
 
 from duetime.errors import DuetimeError, OutcomeUnknown, StoreUnavailable
-from duetime.model import NamespaceSpec, TimerKey, TimerSpec
+from duetime.model import NamespaceSpec, TimerKey, TimerSpec, shard_of
 from duetime.peers import CreateOrder, Forward
 from duetime.store import Store
 from duetime.stores.memory import MemoryStore
@@ -47,14 +47,14 @@ def test_a_look_that_failed_is_repeated_at_the_next_heartbeat() -> None:
     of_two(story)
 
 
-def test_an_instance_that_dies_again_and_again_takes_nothing_from_those_that_stay() -> None:
+def test_case_25_an_instance_that_dies_again_and_again_takes_nothing_from_those_that_stay() -> None:
     async def told(clock: VirtualClock) -> None:
         store = MemoryStore(clock)
         stays = World(clock, store)
         await stays.start()
-        for _ in range(5):
+        for number in range(5):
             comes = World(clock, store)
-            comes.starts = 100 + _
+            comes.starts = 100 + number
             comes.new_instance()
             await comes.start()
             await asyncio.sleep(2)
@@ -120,7 +120,7 @@ def test_an_order_under_way_is_never_forgotten_and_large_ones_do_not_fill_the_me
             lane._store = faulty.as_store
         released = faulty.hold("commit")
         timer_id = owned_by(b)
-        [shard_id] = [s for s in b.engine.shards if s == next(iter(_shards_of(timer_id)))]
+        shard_id = shard_of(timer_id, 16)
         version = b.engine.shards[shard_id].fence.version
 
         def order(number: int, payload: str) -> Forward:
@@ -139,9 +139,3 @@ def test_an_order_under_way_is_never_forgotten_and_large_ones_do_not_fill_the_me
         await b.service.delete(TimerKey("default", timer_id))
 
     of_two(story)
-
-
-def _shards_of(timer_id: str) -> list[int]:
-    from duetime.model import shard_of
-
-    return [shard_of(timer_id, 16)]
