@@ -26,6 +26,7 @@ __all__ = ["Membership"]
 
 _NEVER = -1
 _FORGET_AFTER_MS = 600_000
+_STEADY_BEATS = 7
 
 
 class Membership:
@@ -100,7 +101,9 @@ class Membership:
         _, beat_at_ms = self._seen.get(instance_id, (0, _NEVER))
         if now_ms - beat_at_ms > 2.5 * self._config.heartbeat_interval.ms:
             return False  # perhaps it is dead already, and only not buried yet
-        return now_ms - self._first_seen_ms.get(instance_id, now_ms) > self._config.dead_after.ms
+        return (
+            now_ms - self._first_seen_ms.get(instance_id, now_ms) > _STEADY_BEATS * self._config.heartbeat_interval.ms
+        )
 
     async def join(self) -> None:
         """Enter the cluster under a fresh id; the first heartbeat opens the lease.
