@@ -54,6 +54,7 @@ class Membership:
         self._lease_until_ms = _NEVER
         # As of the last heartbeat on which the database's clock agreed.
         self._wall_minus_boot_ms = clock.wall_ms() - clock.boot_ms()
+        self._ahead_ms = 0  # how far ahead of the database's clock it may be even so
         self._seen: dict[str, tuple[int, int]] = {}  # member -> (counter, boot time of its last change)
         self._observed_at_ms = _NEVER
         self._dead_since_ms: dict[str, int] = {}
@@ -82,7 +83,7 @@ class Membership:
         """Wall time, but never ahead by a jump that the database has not confirmed yet."""
         wall_ms = self._clock.wall_ms()
         steady_ms = self._clock.boot_ms() + self._wall_minus_boot_ms
-        if wall_ms - steady_ms > self._config.clock_skew_max.ms:
+        if wall_ms - steady_ms > self._config.clock_skew_max.ms - self._ahead_ms:
             return steady_ms
         return wall_ms
 
@@ -163,6 +164,7 @@ class Membership:
         gained_ms = wall_ms - boot_ms - self._wall_minus_boot_ms
         if gained_ms <= 0 or latest_skew_ms <= self._config.clock_skew_max.ms:
             self._wall_minus_boot_ms = wall_ms - boot_ms
+            self._ahead_ms = min(max(0, latest_skew_ms), self._config.clock_skew_max.ms)
 
     async def observe(self) -> bool:
         """Read the members and bury the dead; True if the living, or the fit among them, are not those of before."""

@@ -125,7 +125,8 @@ async def test_kill_9_of_an_instance_and_the_client_goes_on(pair: Pair, receiver
         return set(acknowledged) <= {body["timerId"] for body in receiver.bodies}
 
     await until(all_called, "every acknowledged timer has fired", within_seconds=30)
-    assert len(unknown) <= len(workers)  # no more than were under way at the moment of the kill
+    # No more than were under way at the moment of the kill, and those that the other instance handed on to the dead.
+    assert len(unknown) <= 2 * len(workers)
     assert {body["timerId"] for body in receiver.bodies} <= {*acknowledged, *unknown}
 
 

@@ -56,7 +56,7 @@ class Workers(RealServer):
 
     async def shards(self) -> dict[str | None, int]:
         """How many each address owns; None: they are free."""
-        owned = "SELECT shard_owner_address, count(*) FROM timers WHERE row_type = 1 GROUP BY 1"
+        owned = "SELECT shard_owner_address, count(*) FROM shards GROUP BY 1"
         return dict(await self.query(owned))
 
     async def members_alive(self) -> set[str]:

@@ -98,7 +98,7 @@ def _operation(route: Route) -> Json:
         "summary": route.summary,
         "description": f"{route.description}\n\nVerb: `{route.verb}`.".strip(),
         "requestBody": {
-            "required": route.request is not wire.EmptyJson,
+            "required": route.request not in (wire.EmptyJson, wire.ClusterQueryJson),
             "content": {"application/json": {"schema": _reference(route.request), "example": route.example}},
         },
         "responses": {
