@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -215,9 +216,7 @@ async def test_workers_sign_off_when_their_parent_is_killed_and_the_next_one_fin
 
 async def test_each_worker_listens_on_a_port_of_its_own_that_can_be_chosen(tmp_path: Path) -> None:
     url = await asyncio.to_thread(lambda: fresh_database(postgres(15)))
-    first = free_port()
-    while (second := free_port()) != first + 1:
-        first = second
+    first, second = two_free_ports()
     server = Workers(tmp_path, arguments=WORKERS, store_url=url, DUETIME_CLUSTER_WORKER_PORTS=str(first))
     try:
         await server.start()
@@ -231,6 +230,18 @@ async def test_each_worker_listens_on_a_port_of_its_own_that_can_be_chosen(tmp_p
             assert answer.status == 200, answer.body
     finally:
         await server.close()
+
+
+def two_free_ports() -> tuple[int, int]:
+    """One after the other."""
+    while True:
+        first = free_port()
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", first + 1))
+            except OSError:
+                continue
+            return first, first + 1
 
 
 async def test_what_no_worker_can_start_with_is_said_once(tmp_path: Path) -> None:
