@@ -311,6 +311,7 @@ class Engine:
         shard.drop(error, unknown)
 
     def _drop_all(self) -> None:
+        self._settled = False
         for shard in list(self.shards.values()):
             self._drop(shard, NotOwner(), OutcomeUnknown())
 
@@ -384,11 +385,8 @@ class Engine:
         interval = self._config.engine.heartbeat_interval.seconds
         alone = self._store.capabilities.exclusive
         dead = False
-        looked = True
         while True:
-            # Whose death is near is looked at sooner; but a store that is away is asked no more often than ever.
-            await asyncio.sleep(self._until_next_look(interval) if looked else interval)
-            looked = False
+            await asyncio.sleep(self._until_next_look(interval))
             try:
                 if dead:
                     # A join that fails half-way may have let a claim through: nothing outlives a name.
@@ -401,7 +399,6 @@ class Engine:
                     self._spawn(self._release([s for s in self.shards.values() if not s.closing]))
                 if not alone:
                     self._once(self._look)
-                looked = True
             except MemberDead as error:
                 # Whatever we held is another's. Begin again, under a new name.
                 log.error("dropping all shards and joining again: %s", error)

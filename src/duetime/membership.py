@@ -102,9 +102,8 @@ class Membership:
         _, beat_at_ms = self._seen.get(instance_id, (0, _NEVER))
         if now_ms - beat_at_ms > 2.5 * self._config.heartbeat_interval.ms:
             return False  # perhaps it is dead already, and only not buried yet
-        return (
-            now_ms - self._first_seen_ms.get(instance_id, now_ms) > _STEADY_BEATS * self._config.heartbeat_interval.ms
-        )
+        there_for_ms = now_ms - self._first_seen_ms.get(instance_id, now_ms)
+        return there_for_ms > _STEADY_BEATS * self._config.heartbeat_interval.ms
 
     async def join(self) -> None:
         """Enter the cluster under a fresh id; the first heartbeat opens the lease.
@@ -149,6 +148,7 @@ class Membership:
 
     def _judge_clock(self, store_ms: int, started_ms: int) -> None:
         """The database read its clock somewhere between our sending and our receiving."""
+        was_skewed = self.is_skewed
         wall_ms, boot_ms = self._clock.wall_ms(), self._clock.boot_ms()
         earliest_skew_ms = wall_ms - store_ms - (boot_ms - started_ms)
         latest_skew_ms = wall_ms - store_ms
@@ -157,8 +157,15 @@ class Membership:
         else:
             self.skew_ms = min(earliest_skew_ms, latest_skew_ms, key=abs)
         if self.is_skewed:
-            log.error("this machine's clock is %d ms off the database's: not firing", self.skew_ms)
+            if not was_skewed:
+                log.error(
+                    "this machine's clock is %d ms off the database's: it fires nothing and gives its shards away"
+                    " until the clock is set right (NTP, chrony)",
+                    self.skew_ms,
+                )
             return
+        if was_skewed:
+            log.info("this machine's clock agrees with the database's again")
         # An answer that took long leaves room for a jump: what was gained is believed only if even then
         # the clock cannot be too far ahead.
         gained_ms = wall_ms - boot_ms - self._wall_minus_boot_ms
@@ -211,9 +218,11 @@ class Membership:
         return member.counter % 2 == 0
 
     def next_death_ms(self) -> int | None:
-        """Boot time at which a member will have stood still for too long, if it goes on standing still."""
+        """Boot time at which a member will have stood still for too long, if it goes on standing still. None: nobody
+        is about to; what is overdue is looked at with every heartbeat anyway."""
+        now_ms, dead_after_ms = self._clock.boot_ms(), self._config.dead_after.ms
         stood = [since_ms for name, (_, since_ms) in self._seen.items() if name in self.alive]
-        return min(stood) + self._config.dead_after.ms + 1 if stood else None
+        return min((since + dead_after_ms + 1 for since in stood if since + dead_after_ms >= now_ms), default=None)
 
     async def leave(self) -> None:
         """Gone for good, and said so: nobody has to wait for it."""

@@ -60,7 +60,8 @@ class HttpPeers:
             connect_timeout_ms=1_000, body_bytes_max=_ANSWER_BYTES_MAX, idle_ms=20_000, connections_max=4_096
         )
         self._lines: dict[str, _Line] = {}
-        self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(partial(itertools.count, 1))  # by peer
+        # By peer, and never anew: one that was here before would refuse what it takes for repetitions.
+        self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(partial(itertools.count, 1))
 
     async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
         line = self._lines.get(peer.instance_id)
@@ -98,8 +99,6 @@ class HttpPeers:
         """Instances come and go, and never come back: lines that nobody waits on are let go."""
         if len(self._lines) > 64:
             self._lines = {name: line for name, line in self._lines.items() if line.in_use}
-            for gone in self._numbers.keys() - self._lines.keys():
-                del self._numbers[gone]
 
 
 _target = lru_cache(1_024)(lambda address, path: parse_target(f"http://{address}{path}"))

@@ -10,7 +10,7 @@ import pytest
 from real_server import until
 from scripts.servers import Postgres
 
-from duetime.errors import MemberDead, OutcomeUnknown, StoreError, StoreUnavailable
+from duetime.errors import FailedOver, MemberDead, OutcomeUnknown, StoreError, StoreUnavailable
 from duetime.model import Timer
 from duetime.store import Batch, Claim, Committed, Fence, Member, Store, open_store
 from duetime.stores import postgres as adapter
@@ -36,6 +36,10 @@ class Link:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
+
+    def leads_to(self, port: int) -> None:
+        """From now on, for those who come; who is inside stays where he is."""
+        self._upstream_port = port
 
     async def refuse(self) -> None:
         """Nobody gets in any more, and those inside are thrown out."""
@@ -303,6 +307,37 @@ async def test_case_6_whoever_beats_on_a_database_that_failed_over_is_dead_and_j
     for counter in range(1, 4):
         await store.heartbeat("again", counter)
     await store.close()
+
+
+async def test_case_6_after_a_failover_no_session_stays_with_the_server_of_before(mine: Postgres) -> None:
+    """The old primary is still up, and only the heartbeat has lost it: the other sessions must not go on there."""
+    url = fresh_database(mine)
+    standby = await asyncio.to_thread(mine.standby)
+    link = await Link(mine.port).start()
+    store = open_store(at_port(url, link.port))
+    await store.migrate()
+    await store.open()
+    await store.join(Member("me", "host:1", 0, True, 1))
+    await store.ensure_shards(4)
+    fence = await take(store, 0)
+    await store.commit(put(fence, make_timer()))
+    await asyncio.to_thread(standby.wait_until_caught_up)
+    await asyncio.to_thread(standby.promote)
+    link.leads_to(standby.port)
+    beating = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE '%members SET counter%'"
+    await store.heartbeat("me", 1)
+    await asyncio.to_thread(mine.query, beating + " AND pid <> pg_backend_pid()")
+    with pytest.raises(FailedOver):
+        await _until_it_answers(store)
+    await store.join(Member("again", "host:1", 0, True, 1))
+    await store.heartbeat("again", 1)
+    await store.commit(put(await take(store, 1), make_timer("after")))
+    straight = open_store(standby.url(url.rpartition("/")[2]))
+    await straight.open()
+    assert await all_timers(straight, 1) == [make_timer("after")], "what is acknowledged is where the heartbeat is"
+    await straight.close()
+    await store.close()
+    await link.stop()
 
 
 async def _until_it_answers(store: Store) -> None:

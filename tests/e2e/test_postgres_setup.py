@@ -18,7 +18,7 @@ from duetime.stores.postgres import PostgresStore
 from duetime.stores.postgres_schema import SCHEMA_VERSION
 from duetime.testing import make_timer
 from duetime.testing.conformance.harness import all_timers, take
-from servers import own
+from servers import at_port, own
 
 
 def database_of(url: str) -> str:
@@ -240,4 +240,19 @@ async def test_a_unix_socket_serves_as_well() -> None:
         store = await ready(f"postgresql://postgres@/postgres?host={folder}&port={server.port}")
         await store.ensure_shards(1)
         assert len(await store.shards()) == 1
+        await store.close()
+
+
+async def test_a_pooler_has_to_be_named_and_then_works_by_session_too(
+    database_url: str, postgres_server: Postgres
+) -> None:
+    with own("pgbouncer", upstream_port=postgres_server.port, settings={"pool_mode": "session"}) as bouncer:
+        url = at_port(database_url, bouncer.port)
+        with pytest.raises(SetupError, match=r"\?pooler=transaction or \?pooler=session"):
+            await open_store(url).migrate()
+        store = open_store(f"{url}?pooler=session")
+        await store.migrate()
+        await store.open()
+        await store.ensure_shards(2)
+        assert len(await store.shards()) == 2
         await store.close()

@@ -75,3 +75,21 @@ def test_case_6_after_a_failover_that_lost_commits_memory_is_what_the_database_s
         assert world.destinations.called()[2:] == ["kept"], "an acknowledged create is lost with the database's commits"
 
     in_world(story)
+
+
+def test_case_6_after_a_failover_nothing_is_claimed_while_a_forgotten_lease_may_run() -> None:
+    """Also what the database says is free: the claim of another may be among what it forgot."""
+
+    async def story(world: World) -> None:
+        assert isinstance(world.store, MemoryStore)
+        world.store.restore(world.store.snapshot())
+        await world.store.release([row.fence for row in await world.store.shards()])
+        dead_after_ms = world.config.engine.dead_after.ms
+        while len(world.engine.shards) == 16:  # until its heartbeat tells it
+            await asyncio.sleep(0.01)
+        await asyncio.sleep((dead_after_ms - 100) / 1000)
+        assert [row.owner_id for row in await world.store.shards()] == [None] * 16
+        await asyncio.sleep(1)
+        assert len(world.engine.shards) == 16
+
+    in_world(story)

@@ -545,6 +545,32 @@ def test_case_38_what_is_over_the_stores_limit_is_split_and_each_part_is_fenced(
     on_store(SmallBatches, story)
 
 
+def test_case_38_a_commit_is_bounded_by_the_size_of_its_payloads_too() -> None:
+    async def story(world: World, store: LightBatches) -> None:
+        payload = '"' + "x" * 300 + '"'
+        results = await asyncio.gather(*(world.create(f"t{n}", 60_000, payload=payload) for n in range(60)))
+        large = await world.create("large", 60_000, payload='"' + "x" * 5_000 + '"')
+        assert len(results) == 60
+        assert large.view.timer.payload is not None, "what is larger than a whole batch goes alone"
+        assert max(chars for chars, count in store.parts if count > 1) < 1_000 + 310
+        assert len(store.parts) > 10
+
+    on_store(LightBatches, story)
+
+
+class LightBatches(MemoryStore):
+    capabilities = replace(MemoryStore.capabilities, batch_chars_max=1_000)
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(clock)
+        self.parts: list[tuple[int, int]] = []
+
+    async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+        puts = [timer for batch in batches for timer in batch.puts]
+        self.parts.append((sum(len(timer.payload or "") for timer in puts), len(puts)))
+        return await super().commit(batches)
+
+
 class SmallBatches(MemoryStore):
     capabilities = replace(MemoryStore.capabilities, batch_max=7)
 

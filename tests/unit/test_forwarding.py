@@ -12,6 +12,7 @@ from duetime.errors import Conflict, DuetimeError, NotFound, NotOwner
 from duetime.model import InstanceStatus, NamespaceSpec, State, TimerKey, TimerSpec, Verdict, shard_of
 from duetime.peers import CreateOrder, Forward, OrderAnswer, Peer
 from duetime.service import Service
+from duetime.store import Claim
 from duetime.stores.memory import MemoryStore
 from duetime.testing.virtual import VirtualClock, run_virtual
 
@@ -72,6 +73,27 @@ def test_both_own_some_and_each_takes_wishes_about_all() -> None:
         assert await a.service.delete(TimerKey("default", owned_by(b))) is Verdict.CANCELLED
         await asyncio.sleep(5)
         assert sorted(a.destinations.called() + b.destinations.called()) == sorted(set(ids) - {owned_by(b)})
+
+    of_two(story)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_create_whose_shard_is_lost_before_its_commit_is_made_at_the_new_owner(many: bool) -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        timer_id = owned_by(a)
+        shard_id = shard_of(timer_id, 16)
+        of_b = b.engine.membership
+        # b has taken the shard, and a does not know yet: it admits the create, and its commit is refused.
+        [row] = await a.store.claim(
+            [Claim(shard_id, a.engine.shards[shard_id].fence.version, 77, of_b.instance_id, "b", 0)]
+        )
+        assert row.nonce == 77
+        spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=60_000, callback_url=URL)
+        made = asyncio.ensure_future(a.service.create_many([spec]) if many else a.service.create(spec))
+        await asyncio.sleep(0)
+        assert shard_id in a.engine.shards, "admitted here"
+        await made
+        assert (await b.get(timer_id)).state is State.SCHEDULED
 
     of_two(story)
 

@@ -425,6 +425,18 @@ class TestClock:
 
         in_town(story)
 
+    def test_two_small_jumps_are_together_no_more_believed_than_a_large_one(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.clock.offset_ms = 300
+            await a.beat()  # not so far off: taken over
+            assert a.now_ms() == town.clock.wall_ms() + 300
+            a.clock.offset_ms = 700
+            assert a.now_ms() - town.clock.wall_ms() <= 500, "never early by more than clock_skew_max"
+
+        in_town(story)
+
     def test_an_answer_too_slow_to_tell_confirms_no_jump(self) -> None:
         async def story(town: Town) -> None:
             a = town.member()

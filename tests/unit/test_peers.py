@@ -273,3 +273,12 @@ async def test_what_was_not_sent_when_a_peer_falls_silent_goes_back(owner: Owner
     assert kinds == {OutcomeUnknown, NotOwner}
     unknown = [name for name, answer in zip(names, answers, strict=True) if isinstance(answer, OutcomeUnknown)]
     assert set(owner.got) <= set(unknown), "nothing that was carried out is said to be not applied"
+
+
+async def test_a_peer_that_was_not_spoken_to_for_long_takes_orders_as_ever(owner: Owner, peers: HttpPeers) -> None:
+    await peers.forward(owner.as_peer(), create("t1"))
+    for number in range(100):  # so many others that its line is let go
+        with pytest.raises(NotOwner):
+            await peers.forward(Peer(f"gone-{number}", "127.0.0.1:1", "?"), create(f"g{number}"))
+    await peers.forward(owner.as_peer(), create("t2"))
+    assert owner.got == ["t1", "t2"]
