@@ -24,6 +24,7 @@ from typing import Any
 
 from scripts.servers import Postgres, free_port, running
 
+from benchmarks.drawing import dot, line, picture, text
 from duetime.http_client import HttpClient, HttpError
 from duetime.http_server import Request, Response, serve_http
 from duetime.model import shard_of
@@ -201,17 +202,8 @@ def plot(result: dict[str, Any]) -> str:
     def y(ms: float) -> float:
         return round(_HEIGHT - _BOTTOM - min(ms, top_ms) / top_ms * (_HEIGHT - _TOP - _BOTTOM), 1)
 
-    def line(x1: float, y1: float, x2: float, y2: float, look: str) -> str:
-        return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" {look}/>'
-
-    def text(at_x: float, at_y: float, words: str, look: str = "") -> str:
-        return f'<text x="{at_x}" y="{at_y}" {look}>{words}</text>'
-
     thin, dashed = 'stroke="#e5e7eb"', 'stroke="#6b7280" stroke-dasharray="5 4"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif"'
-        ' font-size="13" fill="#111827">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
         text(_LEFT, 22, f"kill -9 of one of {INSTANCES} instances: how late timers come", 'font-size="16"'),
         text(_LEFT, 42, f"{len(result['runs'])} runs, {result['machine']}, PostgreSQL {result['postgresql']}"),
     ]
@@ -229,14 +221,13 @@ def plot(result: dict[str, Any]) -> str:
         for run in result["runs"]:
             for due_ms, late_ms in run["worst_late_by_ms"][group]:
                 if from_ms <= due_ms <= until_ms:
-                    at = f'cx="{x(due_ms + BUCKET_MS / 2)}" cy="{y(late_ms)}"'
-                    parts.append(f'<circle {at} r="2.6" fill="{_COLOURS[group]}" fill-opacity="0.65"/>')
+                    parts.append(dot(x(due_ms + BUCKET_MS / 2), y(late_ms), _COLOURS[group], 2.6, 0.65))
     legend = {"dead": "timers of the instance that was killed", "others": "timers of the other two"}
     for row, (group, words) in enumerate(legend.items()):
         at_y = y(3_800) + row * 20
-        parts.append(f'<circle cx="{x(4_600)}" cy="{at_y - 4}" r="4" fill="{_COLOURS[group]}"/>')
+        parts.append(dot(x(4_600), at_y - 4, _COLOURS[group]))
         parts.append(text(x(4_600) + 12, at_y, words))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return picture(_WIDTH, _HEIGHT, parts)
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from duetime.model import BEFORE_ALL, Timer, shard_of
 from duetime.store import Batch, Claim, Fence, Stretch
 from duetime.stores import sqlite_file, sqlite_sql
+from duetime.stores.rows import timer_values
 from duetime.stores.sqlite import WRITER_PRAGMAS, SqliteStore
 from duetime.testing import make_reached, make_timer
 
@@ -52,7 +53,7 @@ def bare(path: Path, timers: list[Timer], size: int, *, many: bool) -> float:
     """Rows per second of inserting, and nothing else: no thread, no fence, no key that is looked up."""
     sqlite_file.migrate(str(path))
     db = sqlite_file.connect(str(path), *WRITER_PRAGMAS)
-    rows = [sqlite_sql.timer_values(shard_of(timer.timer_id, SHARDS), timer) for timer in timers]
+    rows = [(shard_of(timer.timer_id, SHARDS), *timer_values(timer)) for timer in timers]
     started = time.perf_counter()
     for first in range(0, len(rows), size):
         db.execute("BEGIN IMMEDIATE")

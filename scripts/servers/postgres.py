@@ -79,6 +79,9 @@ class Postgres(Server):
     def url(self, database: str = "postgres") -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{database or 'postgres'}"
 
+    def make_database(self, name: str) -> None:
+        self.query(f"CREATE DATABASE {name}")
+
     def query(self, sql: str, database: str = "postgres") -> str:
         """By psql, in a session of its own: rows by line, columns divided by `|`."""
         asked = ["--no-psqlrc", "--tuples-only", "--no-align", "--quiet", "--set=ON_ERROR_STOP=1", "--command", sql]

@@ -86,6 +86,9 @@ class Server:
     def url(self, database: str = "") -> str:
         raise NotImplementedError
 
+    def make_database(self, name: str) -> None:
+        """An empty one, by that name. For a server that knows no such thing: nothing, `url` tells them apart."""
+
     # --- its life --------------------------------------------------------------------------------
 
     @property
@@ -251,7 +254,8 @@ class Server:
         while True:
             if not self._given_port and (not self.port or not can_bind(self.port)):
                 self.port = free_port()
-            said = self._start_once(deadline)
+            # Who answers there before we start it would be taken for it.
+            said = "already in use" if answers(self.port) else self._start_once(deadline)
             if said is None:
                 self._given_port = True  # from now on it keeps its port: clients know it
                 return

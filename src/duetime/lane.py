@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from duetime.clock import Clock
-from duetime.errors import StoreError, StoreUnavailable
+from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.model import TimerKey
 from duetime.shard import Shard
 from duetime.store import Batch, Committed, Found, Store
@@ -46,28 +46,29 @@ class Lane:
         self._committed = committed
         self._dirty: deque[Shard] = deque()
         self._queued: set[Shard] = set()
+        self._pauses: dict[Shard, float] = {}  # of those whose last batch was refused
+        self._resting: set[Shard] = set()
         self._wake = asyncio.Event()
         self._low_water_at_ms: dict[int, int] = {}
         self._trouble = Trouble("commits are not applied, and tried again", "commits are applied again")
 
     def written(self, shard: Shard) -> None:
         """The shard has Ops waiting."""
-        if shard not in self._queued:
+        if shard not in self._queued and shard not in self._resting:
             self._queued.add(shard)
             self._dirty.append(shard)
             self._wake.set()
 
     async def run(self) -> None:
-        pause = 0.0
         while True:
             await self._wake.wait()
             # One turn of the loop: whatever arrived together is committed together.
-            await asyncio.sleep(pause)
+            await asyncio.sleep(0)
             taken = self._take()
-            if not taken:
+            if taken:
+                await self._commit(taken)
+            else:
                 self._wake.clear()
-                continue
-            pause = await self._commit(taken, pause)
 
     def _take(self) -> list[tuple[Shard, Batch]]:
         room, chars = self._store.capabilities.batch_max, self._store.capabilities.batch_chars_max
@@ -95,47 +96,60 @@ class Lane:
         self._low_water_at_ms[shard.shard_id] = now_ms
         return shard.raise_low_water(batch)
 
-    async def _commit(self, taken: list[tuple[Shard, Batch]], pause: float) -> float:
-        """Answers how long to wait before the next one: longer and longer while the store is away."""
+    async def _commit(self, taken: list[tuple[Shard, Batch]]) -> None:
         telemetry = self._telemetry
         started_ms = self._clock.boot_ms()
         telemetry.commit_operations.observe(sum(len(shard.committing) for shard, _ in taken))
+        results: Sequence[Committed | StoreError]
         try:
             results = await self._store.commit([batch for _, batch in taken])
-        except StoreUnavailable as error:
-            telemetry.commits.add("not_applied")
-            self._trouble.goes_on(error, self._clock.boot_ms())
-            for shard, _ in taken:
-                if not shard.dropped:
-                    shard.not_committed(str(error))
-            return min(max(pause * 2, _PAUSE_FIRST_SECONDS), _PAUSE_MAX_SECONDS)
         except StoreError as error:
-            telemetry.commits.add("unknown")
-            log.warning("outcome of a commit is unknown, claiming its shards again: %s", error)
-            self._all_unknown(taken)
-            return pause
+            results = [error] * len(taken)
         except Exception as error:  # a driver's bug must not be taken for success, nor stop the lane
-            telemetry.commits.add("unknown")
             log.exception("commit failed in a way the store does not know: %r", error)
-            self._all_unknown(taken)
-            return _PAUSE_FIRST_SECONDS
-        telemetry.commits.add("applied")
-        self._trouble.is_over()
+            results = [OutcomeUnknown(repr(error))] * len(taken)
         telemetry.commit_seconds.observe((self._clock.boot_ms() - started_ms) / 1_000)
+        errors = [result for result in results if not isinstance(result, Committed | ShardLost)]
+        unknown = [error for error in errors if not isinstance(error, StoreUnavailable)]
+        telemetry.commits.add("unknown" if unknown else "not_applied" if errors else "applied")
+        if unknown:
+            log.warning("outcome of a commit is unknown, claiming its shards again: %s", unknown[0])
+        elif errors:
+            self._trouble.goes_on(errors[0], self._clock.boot_ms())
+        else:
+            self._trouble.is_over()
         for (shard, batch), result in zip(taken, results, strict=True):
-            if shard.dropped:
-                continue
-            if isinstance(result, Committed):
-                shard.committed(batch, result)
-            else:
-                self._lost(shard)
-        self._committed()
-        return 0.0
-
-    def _all_unknown(self, taken: list[tuple[Shard, Batch]]) -> None:
-        for shard, _ in taken:
             if not shard.dropped:
-                self._unknown(shard)
+                self._settle(shard, batch, result)
+        if len(errors) < len(results):
+            self._committed()
+
+    def _settle(self, shard: Shard, batch: Batch, result: Committed | StoreError) -> None:
+        if isinstance(result, StoreUnavailable):
+            self._rest(shard)
+            shard.not_committed(str(result))
+            return
+        self._pauses.pop(shard, None)
+        if isinstance(result, Committed):
+            shard.committed(batch, result)
+        elif isinstance(result, ShardLost):
+            self._lost(shard)
+        else:
+            self._unknown(shard)
+
+    def _rest(self, shard: Shard) -> None:
+        """Longer and longer while the store refuses it; the others go on."""
+        pause = min(max(self._pauses.get(shard, 0.0) * 2, _PAUSE_FIRST_SECONDS), _PAUSE_MAX_SECONDS)
+        self._pauses[shard] = pause
+        self._resting.add(shard)
+        asyncio.get_running_loop().call_later(pause, self._rested, shard)
+
+    def _rested(self, shard: Shard) -> None:
+        self._resting.discard(shard)
+        if shard.dropped:
+            self._pauses.pop(shard, None)
+        elif shard.pending:
+            self.written(shard)
 
 
 class Lookup:

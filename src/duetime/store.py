@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from duetime.errors import SetupError, ShardLost
+from duetime.errors import SetupError, ShardLost, StoreError
 from duetime.model import BEFORE_ALL, Ending, Namespace, Position, Reached, Timer, TimerKey
 
 __all__ = [
@@ -218,8 +218,12 @@ class Store(Protocol):
         ...
 
     # -- timers
-    async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
-        """Write each batch whole or, if its fence fails, not at all; one result for each, in order."""
+    async def commit(self, batches: Sequence[Batch]) -> Sequence[Committed | StoreError]:
+        """Write each batch whole or, if its fence fails, not at all; one result for each, in order.
+
+        Where batches are written one by one, the error of one is its result, and leaves the others alone. An error
+        that is raised is that of all of them.
+        """
         ...
 
     async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
@@ -251,6 +255,15 @@ _ADAPTERS = {
     "memory": "duetime.stores.memory:MemoryStore",
     "postgresql": "duetime.stores.postgres:PostgresStore",
     "postgres": "duetime.stores.postgres:PostgresStore",
+    "mysql": "duetime.stores.mysql:MySqlStore",
+    "mariadb": "duetime.stores.mysql:MySqlStore",
+    "tidb": "duetime.stores.mysql:MySqlStore",
+    "cassandra": "duetime.stores.cassandra:CassandraStore",
+    "mongodb": "duetime.stores.mongodb:MongoStore",
+    "mongodb+srv": "duetime.stores.mongodb:MongoStore",
+    "dynamodb": "duetime.stores.dynamodb:DynamoStore",
+    "oracle": "duetime.stores.oracle:OracleStore",
+    "sqlserver": "duetime.stores.sqlserver:SqlServerStore",
 }
 
 

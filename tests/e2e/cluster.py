@@ -1,4 +1,4 @@
-"""A real cluster for tests: `duetime serve` processes on one PostgreSQL, and a witness of what they send.
+"""A real cluster for tests: `duetime serve` processes on one database, and a witness of what they send.
 
 Each instance reaches the database by a way of its own (`Way`), which a test can cut, slow down or make deaf, and
 names itself in its User-Agent, so that the witness knows who called. Witness and ways live on an event loop in a
@@ -11,29 +11,30 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
 import threading
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import asyncpg
 import msgspec
 import uvloop
 from load_clients import Load
 from real_server import RealServer, free_port, until, wall_ms
+from scripts.servers import Toxiproxy
 
 from duetime.http_server import HttpServer, Request, Response, serve_http
-from duetime.model import shard_of
+from duetime.model import BEFORE_ALL, shard_of
+from duetime.store import Store, Stretch, open_store
 from duetime.testing.checker import Callback
-from duetime.timetext import parse_instant
+from duetime.timetext import LATEST_MS, parse_instant
+from servers import at_port, port_of
 
-__all__ = ["SERVE", "Cluster", "Instance", "Sideline", "Way", "Witness", "name_in", "staged"]
+__all__ = ["SERVE", "Cluster", "Instance", "Sideline", "ToxicWay", "Way", "Witness", "name_in", "staged"]
 
 T = TypeVar("T")
 SERVE = ("-m", "duetime", "serve")
@@ -146,6 +147,11 @@ class Way:
         """Connections break, and new ones are refused."""
         await self._sideline.do(self._close())
 
+    async def reset(self) -> None:
+        """Whatever is open is broken off in the middle; new ones work."""
+        await self._sideline.do(self._close())
+        await self._sideline.do(self._open())
+
     async def slow_down(self, delay_seconds: float) -> None:
         self._delay_seconds = delay_seconds
 
@@ -205,13 +211,52 @@ class Way:
         raise ConnectionResetError  # one side has ended: so does the other
 
 
+class ToxicWay:
+    """The same by Toxiproxy."""
+
+    def __init__(self, proxy: Toxiproxy, to_port: int) -> None:
+        self._link = proxy.link(to_port)
+        self.port = self._link.port
+        self._toxics: list[str] = []
+
+    async def open(self) -> None: ...
+
+    async def cut(self) -> None:
+        await asyncio.to_thread(self._link.cut)
+
+    async def reset(self) -> None:
+        """Whatever is open is broken off in the middle, by a reset."""
+        await self._add("reset_peer", timeout=0)
+
+    async def slow_down(self, delay_seconds: float) -> None:
+        await self._add("latency", latency=int(delay_seconds * 1000))
+
+    async def swallow(self, *, questions: bool, answers: bool) -> None:
+        if questions:
+            await self._add("timeout", upstream=True, timeout=0)
+        if answers:
+            await self._add("timeout", timeout=0)
+
+    async def mend(self) -> None:
+        while self._toxics:
+            await asyncio.to_thread(self._link.remove, self._toxics.pop())
+        await asyncio.to_thread(self._link.mend)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._link.close)
+
+    async def _add(self, kind: str, *, upstream: bool = False, **attributes: int) -> None:
+        self._toxics.append(await asyncio.to_thread(lambda: self._link.add(kind, upstream=upstream, **attributes)))
+
+
 class Instance(RealServer):
     """One of a cluster. `who` names this run of it, and changes with every start."""
 
-    def __init__(self, name: str, folder: Path, database_url: str, way: Way, program: tuple[str, ...] = SERVE) -> None:
+    def __init__(
+        self, name: str, folder: Path, database_url: str, way: Way | ToxicWay, program: tuple[str, ...] = SERVE
+    ) -> None:
         folder.mkdir(exist_ok=True)
-        store_url = re.sub(r"(?<=:)\d+(?=/)", str(way.port), database_url)
-        super().__init__(folder, program=program, store_url=store_url)
+        super().__init__(folder, program=program, store_url=at_port(database_url, way.port))
         self.name = name
         self.way = way
         self.starts = 0
@@ -247,22 +292,23 @@ class Instance(RealServer):
 class Cluster:
     """Instances on one database. `call` is what a load balancer does: any instance that is not on its way out."""
 
-    def __init__(self, folder: Path, database_url: str, sideline: Sideline, rng: random.Random) -> None:
+    def __init__(
+        self, folder: Path, database_url: str, rng: random.Random, new_way: Callable[[int], Way | ToxicWay]
+    ) -> None:
         self.instances: list[Instance] = []
         self.gone: list[Instance] = []
         self._folder = folder
         self._database_url = database_url
-        self._sideline = sideline
+        self._new_way = new_way
         self._rng = rng
         self._count = 0
+        self._looking: Store | None = None
 
     async def new(self, program: tuple[str, ...] = SERVE, settings: Mapping[str, str] | None = None) -> Instance:
         """One more, not started yet."""
         self._count += 1
         name = f"n{self._count}"
-        match = re.search(r":(\d+)/", self._database_url)
-        assert match is not None, self._database_url
-        way = Way(self._sideline, int(match[1]))
+        way = self._new_way(port_of(self._database_url))
         await way.open()
         instance = Instance(name, self._folder / name, self._database_url, way, program)
         instance.settings.update(settings or {})
@@ -291,18 +337,17 @@ class Cluster:
         doors = [instance for instance in self.instances if not instance.leaving]
         return await self._rng.choice(doors).call(path, body, timeout_ms)
 
-    async def query(self, sql: str) -> list[Any]:
-        """Of the database itself, by no way of an instance."""
-        connection: asyncpg.Connection[Any] = await asyncpg.connect(self._database_url)
-        try:
-            return await connection.fetch(sql)
-        finally:
-            await connection.close()
+    async def looking(self) -> Store:
+        """The database itself, by no way of an instance."""
+        if self._looking is None:
+            store = open_store(self._database_url)
+            await store.open()
+            self._looking = store
+        return self._looking
 
     async def owners(self) -> dict[int, str]:
         """Shard by shard, the address of its owner; empty: nobody."""
-        rows = await self.query("SELECT shard_id, shard_owner_address FROM shards")
-        return {shard: address or "" for shard, address in rows}
+        return {row.shard_id: row.owner_address or "" for row in await (await self.looking()).shards()}
 
     async def until_even(self, within_seconds: float = 60) -> None:
         """Every shard is owned by one of those that are here, and nobody has two more than another."""
@@ -317,8 +362,11 @@ class Cluster:
     async def until_all_have_fired(self, within_seconds: float = 120) -> None:
         """Invariant F, by the database itself: no timer is left in it."""
 
+        store = await self.looking()
+        stretches = [Stretch(row.shard_id, BEFORE_ALL, LATEST_MS, 1) for row in await store.shards()]
+
         async def is_empty() -> bool:
-            return not (await self.query("SELECT count(*) FROM timers WHERE row_type = 2"))[0][0]
+            return not any(page.timers for page in await store.load(stretches))
 
         await until(is_empty, "everything has fired", within_seconds)
 
@@ -328,6 +376,8 @@ class Cluster:
         return "".join(i.log.read_text() for i in (*self.gone, *self.instances) if i.log.exists())
 
     async def close(self) -> None:
+        if self._looking is not None:
+            await self._looking.close()
         for instance in self.instances:
             if instance.is_running:
                 with suppress(ProcessLookupError):
@@ -343,13 +393,23 @@ def name_in(shard: int, text: str) -> str:
 
 @asynccontextmanager
 async def staged(
-    folder: Path, database_url: str, rng: random.Random, *, clients: int = 24, kindly: bool = False
+    folder: Path,
+    database_url: str,
+    rng: random.Random,
+    *,
+    clients: int = 24,
+    kindly: bool = False,
+    proxy: Toxiproxy | None = None,
 ) -> AsyncIterator[tuple[Cluster, Load, Witness]]:
     """A cluster without instances yet, load for it, and the witness. Slow enough for two cores."""
     with Sideline() as sideline:
         witness = Witness(sideline, kindly=kindly)
         await witness.start()
-        cluster = Cluster(folder, database_url, sideline, random.Random(rng.random()))
+
+        def new_way(to_port: int) -> Way | ToxicWay:
+            return Way(sideline, to_port) if proxy is None else ToxicWay(proxy, to_port)
+
+        cluster = Cluster(folder, database_url, random.Random(rng.random()), new_way)
         load = Load(cluster, witness, rng, clients)
         for client in load.clients:
             client.pace_seconds = 0.04

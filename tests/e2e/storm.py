@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 from cluster import Cluster, Instance
 from real_server import until, wall_ms
-from scripts.servers import Postgres
+from scripts.servers import Server
 
 from duetime.testing.checker import Fault
 
@@ -27,7 +27,8 @@ _STILL_SECONDS = 1.0
 
 
 class Storm:
-    def __init__(self, cluster: Cluster, database: Postgres, rng: random.Random) -> None:
+    def __init__(self, cluster: Cluster, database: Server, rng: random.Random, *, keeps_data: bool = True) -> None:
+        """`keeps_data`: the database may be killed and restarted."""
         self.faults: list[Fault] = []
         self.moves = 0  # graceful ones: no fault, no excuse
         self._cluster = cluster
@@ -38,12 +39,15 @@ class Storm:
             "database restart": self._restart_database,
             "database kill": self._kill_database,
         }
+        if not keeps_data:
+            self._on_all.clear()
         self._on_one: dict[str, Callable[[Instance, random.Random], Awaitable[None]]] = {
             "kill": self._kill,
             "freeze": self._freeze,
             "roll": self._roll,
             "join before leave": self._join_before_leave,
             "link cut": self._cut,
+            "link reset": self._reset,
             "link slow": self._slow,
             "link swallows all": self._black_hole,
             "link swallows answers": self._deaf,
@@ -174,6 +178,10 @@ class Storm:
     async def _cut(self, instance: Instance, rng: random.Random) -> None:
         async with self._bad_way("link cut", instance, rng.uniform(0.2, 7)):
             await instance.way.cut()
+
+    async def _reset(self, instance: Instance, rng: random.Random) -> None:
+        async with self._bad_way("link reset", instance, rng.uniform(0, 2)):
+            await instance.way.reset()
 
     async def _slow(self, instance: Instance, rng: random.Random) -> None:
         async with self._bad_way("link slow", instance, rng.uniform(2, 6)):

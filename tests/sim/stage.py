@@ -23,6 +23,7 @@ QUIET = Scenario(
     slow_store=0,
     failed_store=0,
     unknown_store=0,
+    torn_commit=0,
     lost_requests=0,
     slow_connects=1,
 )

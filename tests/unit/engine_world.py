@@ -105,11 +105,16 @@ class World:
         return await self.service.get(TimerKey("default", timer_id))
 
 
-def in_world(story: Callable[[World], Awaitable[None]], **settings: Any) -> None:
+def in_world(
+    story: Callable[[World], Awaitable[None]],
+    *,
+    new_store: Callable[[VirtualClock], Store] = MemoryStore,
+    **settings: Any,
+) -> None:
     """Tell a story in a world of its own."""
 
     async def told(clock: VirtualClock) -> None:
-        world = World(clock, **settings)
+        world = World(clock, new_store(clock), **settings)
         await world.start()
         try:
             await story(world)

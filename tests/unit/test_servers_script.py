@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.servers import Postgres, Server, ServerError
+from scripts.servers import Cassandra, MongoDb, MySqlLike, Postgres, Server, ServerError, TiDb
 
 from servers import at_port, fresh_database, own, postgres, require
 
@@ -229,6 +229,73 @@ def test_a_standby_stops_with_its_primary() -> None:
     assert not is_alive(pid)
 
 
+# --- MariaDB, MySQL, TiDB ------------------------------------------------------------------------
+
+if_tidb_is_built = pytest.mark.skipif(
+    not TiDb.is_built(), reason="TiDB is not built yet: `python -m scripts.servers up tidb` takes a quarter of an hour"
+)
+MYSQLS = ["mariadb", "mysql", pytest.param("tidb", marks=if_tidb_is_built)]
+
+
+@pytest.fixture(params=MYSQLS)
+def my_mysql(request: pytest.FixtureRequest) -> Iterator[MySqlLike]:
+    with own(request.param) as server:
+        assert isinstance(server, MySqlLike)
+        yield server
+
+
+@pytest.mark.parametrize("name", MYSQLS)
+def test_every_database_of_a_mysql_is_fresh_private_and_speaks_utf8(name: str) -> None:
+    server = require(name)
+    assert isinstance(server, MySqlLike)
+    first, second = fresh_database(server), fresh_database(server)
+    assert first != second
+    for url in (first, second):
+        assert url.startswith(f"mysql://root@127.0.0.1:{server.port}/duetime_test_")
+        assert server.query("SHOW TABLES", url.rpartition("/")[2]) == ""
+    assert server.query("SELECT @@character_set_server, current_user()").startswith("utf8mb4\troot@")
+    assert server.query("SELECT 'zwölf 🙂', length('🙂')") == "zwölf 🙂\t4"
+
+
+@pytest.mark.parametrize("name", ["mariadb", "mysql"])
+def test_a_mysql_flushes_every_commit_and_takes_settings(name: str) -> None:
+    with own(name, settings={"max_connections": "17"}) as server:
+        assert isinstance(server, MySqlLike)
+        asked = "SELECT @@innodb_flush_log_at_trx_commit, @@log_bin, @@bind_address, @@max_connections"
+        assert server.query(asked) == "1\t0\t127.0.0.1\t17"
+
+
+@if_tidb_is_built
+def test_tidb_commits_by_one_write_and_takes_settings() -> None:
+    with own("tidb", settings={"tidb_txn_mode": "optimistic", "log.level": "error"}) as server:
+        assert isinstance(server, TiDb)
+        for _ in range(2):
+            asked = "SELECT @@global.tidb_txn_commit_batch_size, @@global.tidb_enable_async_commit, @@tidb_txn_mode"
+            assert server.query(asked) == "67108864\t0\toptimistic"
+            configuration = server.query("SELECT @@tidb_config")
+            assert '"split-table": false' in configuration
+            assert '"level": "error"' in configuration
+            server.restart()
+
+
+def test_a_mysql_keeps_what_was_committed_when_it_is_killed(my_mysql: MySqlLike) -> None:
+    my_mysql.query("CREATE TABLE kept (number int)")
+    for count in (1, 2, 3):
+        my_mysql.query("INSERT INTO kept VALUES (1)")
+        my_mysql.kill()
+        my_mysql.start()
+        assert my_mysql.query("SELECT count(*) FROM kept") == str(count)
+    my_mysql.restart()
+    assert my_mysql.query("SELECT count(*) FROM kept") == "3"
+
+
+def test_a_mysql_says_what_is_wrong_with_a_statement() -> None:
+    server = require("mariadb")
+    assert isinstance(server, MySqlLike)
+    with pytest.raises(ServerError, match="Unknown column 'nonsense'"):
+        server.query("SELECT nonsense")
+
+
 # --- what stands between -------------------------------------------------------------------------
 
 
@@ -309,6 +376,45 @@ def test_help_names_the_servers_and_shows_how() -> None:
     code, said = command("scripts.servers", "--help")
     assert code == 0
     assert "python -m scripts.servers up postgres18" in said
+
+
+# --- MongoDB, Cassandra, ministack ---------------------------------------------------------------
+
+
+def test_mongodb_keeps_what_was_acknowledged_when_it_is_killed() -> None:
+    with own("mongodb") as mine:
+        assert isinstance(mine, MongoDb)
+        for count in (1, 2, 3):
+            majority = {"w": "majority"}
+            mine.ask({"insert": "kept", "documents": [{"n": count}], "writeConcern": majority}, "box")
+            mine.kill()
+            mine.start()
+            assert mine.ask({"count": "kept"}, "box")["n"] == count
+
+
+def test_mongodb_can_be_had_without_a_replica_set() -> None:
+    with own("mongodb", replica_set=False) as mine:
+        assert isinstance(mine, MongoDb)
+        assert "setName" not in mine.ask({"hello": 1})
+        assert "replicaSet" not in mine.url("box")
+
+
+def test_cassandra_keeps_what_was_acknowledged_when_it_is_killed() -> None:
+    with own("cassandra") as mine:
+        assert isinstance(mine, Cassandra)
+        mine.make_database("box")
+        mine.kill()
+        mine.start()
+        with pytest.raises(ServerError, match="existing keyspace"):
+            mine.make_database("box")
+
+
+def test_ministack_starts_again_after_a_kill_and_a_restart() -> None:
+    with own("ministack") as mine:
+        mine.kill()
+        mine.start()
+        mine.restart()
+        assert mine.is_running
 
 
 # --- a server that cannot be had -----------------------------------------------------------------

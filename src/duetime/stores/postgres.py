@@ -31,9 +31,10 @@ from duetime.store import (
     Stretch,
 )
 from duetime.stores import postgres_link, postgres_list, postgres_schema, postgres_sql
-from duetime.stores.postgres_link import Address, Session, Sessions
+from duetime.stores.postgres_link import Address, Line
+from duetime.stores.sessions import CONNECT_SECONDS
 
-__all__ = ["PostgresStore"]
+__all__ = ["PostgresStore", "wipe"]
 
 LANES = 1  # measured: one big commit at a time costs an instance less than several smaller ones
 READERS = 2
@@ -150,17 +151,21 @@ class _Open:
     """The sessions of an open store. Each connects when it is first used."""
 
     def __init__(self, address: Address) -> None:
-        self.commits = Sessions(address, LANES, STATEMENT_SECONDS)
-        self.reads = Sessions(address, READERS, STATEMENT_SECONDS)
-        self.changes = Session(address, STATEMENT_SECONDS)
-        self.lists = Session(address, STATEMENT_SECONDS)
-        self.membership = Session(address, MEMBERSHIP_SECONDS, MEMBERSHIP_SECONDS)
-
-        self._all: list[Session | Sessions] = [self.commits, self.reads, self.changes, self.lists, self.membership]
+        self.commits = Line(address, LANES, STATEMENT_SECONDS, CONNECT_SECONDS)
+        self.reads = Line(address, READERS, STATEMENT_SECONDS, CONNECT_SECONDS)
+        self.changes = Line(address, 1, STATEMENT_SECONDS, CONNECT_SECONDS)
+        self.lists = Line(address, 1, STATEMENT_SECONDS, CONNECT_SECONDS)
+        self.membership = Line(address, 1, MEMBERSHIP_SECONDS, MEMBERSHIP_SECONDS)
+        self._all = [self.commits, self.reads, self.changes, self.lists, self.membership]
 
     async def close(self) -> None:
-        await asyncio.gather(*(kind.close() for kind in self._all))
+        await asyncio.gather(*(line.close() for line in self._all))
 
     def drop_connections(self) -> None:
-        for kind in self._all:
-            kind.drop_connection()
+        for line in self._all:
+            line.drop_connections()
+
+
+async def wipe(url: str) -> None:
+    """For tests: all rows."""
+    await postgres_schema.wipe(postgres_link.address_of(url))

@@ -1,8 +1,4 @@
-"""The way to the database under PostgresStore: its URL, its sessions, and what their errors mean.
-
-A session is one connection with one statement in flight. It connects when it is used, and again when it broke.
-A statement that was begun is never cancelled, because the answer to a cancelled write is a guess: past its
-deadline the connection is thrown away, and a caller who gives up waiting leaves the statement to finish.
+"""The way to the database under PostgresStore: its URL, its connections, and what their errors mean.
 
 Behind a pooler that shares connections by transaction (`?pooler=transaction`) every statement is a transaction
 of three messages, and nothing is kept prepared.
@@ -10,18 +6,18 @@ of three messages, and nothing is kept prepared.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import socket
 import ssl
-from collections.abc import Coroutine, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from msgspec import Struct
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreUnavailable
+from duetime.stores.sessions import CONNECT_SECONDS, Sessions
 
 try:
     import asyncpg
@@ -31,12 +27,9 @@ except ImportError:
         "store.url: PostgreSQL needs its driver: pip install 'duetime[postgres]'", field="store.url"
     ) from None
 
-__all__ = ["Address", "Session", "Sessions", "address_of", "begin_sql", "connect", "setup_error", "store_error"]
+__all__ = ["Address", "Line", "address_of", "begin_sql", "connect", "setup_error", "store_error"]
 
-T = TypeVar("T")
-
-CONNECT_SECONDS = 3.0
-CLOSE_SECONDS = 2.0
+Connection: TypeAlias = "asyncpg.Connection[Any]"
 
 # --- the URL -------------------------------------------------------------------------------------
 
@@ -297,7 +290,7 @@ class _Connection(asyncpg.Connection):
                     link.setsockopt(level, getattr(socket, name), value)
 
 
-async def connect(address: Address, within_seconds: float = CONNECT_SECONDS) -> asyncpg.Connection[Any]:
+async def connect(address: Address, within_seconds: float = CONNECT_SECONDS) -> Connection:
     connection = await asyncpg.connect(
         address.dsn,
         timeout=within_seconds,
@@ -314,162 +307,69 @@ async def connect(address: Address, within_seconds: float = CONNECT_SECONDS) -> 
     return connection
 
 
-class Session:
-    """One connection and the statements that wait for it, in their order."""
+class _Driver:
+    """asyncpg, as a session uses it."""
 
-    def __init__(self, address: Address, deadline_seconds: float, connect_seconds: float = CONNECT_SECONDS) -> None:
+    name = "postgresql"
+
+    def __init__(self, address: Address) -> None:
         self._address = address
-        self._deadline_seconds = deadline_seconds
-        self._connect_seconds = connect_seconds
-        self._connection: asyncpg.Connection[Any] | None = None
-        self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._refused_at = -1.0
-        self._refusal: StoreError | None = None
-        self._expired = False
-        self._closed = False
+
+    async def connect(self, within_seconds: float) -> Connection:
+        return await connect(self._address, within_seconds)
+
+    def is_closed(self, connection: Connection) -> bool:
+        return connection.is_closed()
+
+    def terminate(self, connection: Connection) -> None:
+        connection.terminate()
+
+    async def close(self, connection: Connection) -> None:
+        await connection.close()
+
+    async def rollback(self, connection: Connection) -> None:
+        await connection.execute("ROLLBACK")
+
+    def refusal(self, error: Exception) -> str:
+        return setup_error(self._address, error).detail
+
+    def failure(self, error: Exception, *, writing: bool) -> tuple[StoreError, bool]:
+        state = str(getattr(error, "sqlstate", None) or "")
+        return store_error(error, writing=writing), bool({state, state[:2]} & _SESSION_LIVES)
+
+
+class Line:
+    """Runs statements in sessions for one kind of work: each is a transaction, by itself or, behind a pooler, of three
+    messages."""
+
+    def __init__(self, address: Address, count: int, deadline_seconds: float, connect_seconds: float) -> None:
+        self._sessions = Sessions(_Driver(address), count, deadline_seconds, connect_seconds)
+        self._pooled = address.pooled
         self._begin = begin_sql(address)
 
-    @property
-    def busy(self) -> int:
-        """How many statements are under way or waiting."""
-        return len(self._tasks)
-
     async def read(self, sql: str, *args: Any) -> list[Any]:
-        return await self._outliving(self._run(sql, args, writing=False))
+        if self._pooled:
+            return await self._sessions.read(lambda db: self._begun(db, sql, args), _commit)
+        return await self._sessions.read(lambda db: db.fetch(sql, *args))
 
     async def write(self, sql: str, *args: Any) -> list[Any]:
-        return await self._outliving(self._run(sql, args, writing=True))
+        if self._pooled:
+            return await self._sessions.write(lambda db: self._begun(db, sql, args), _commit)
+        return await self._sessions.write(lambda db: db.fetch(sql, *args))
 
     async def close(self) -> None:
-        """After what is under way, unless that takes too long."""
-        self._closed = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(Exception):
-                await connection.close(timeout=CLOSE_SECONDS)
-            connection.terminate()
+        await self._sessions.close()
 
-    def drop_connection(self) -> None:
-        """Whatever is under way there is unknown; the next statement connects anew."""
-        if self._connection is not None:
-            self._drop(self._connection)
+    def drop_connections(self) -> None:
+        self._sessions.drop_connections()
 
-    async def _outliving(self, work: Coroutine[Any, Any, T]) -> T:
-        """A caller that is cancelled stops waiting; the work goes on. The driver would cancel it on the server."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return await asyncio.shield(task)
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, even if nobody waits for it any more
-
-    async def _run(self, sql: str, args: Sequence[Any], *, writing: bool) -> list[Any]:
-        arrived_at = asyncio.get_running_loop().time()
-        async with self._turn:
-            connection = await self._connected(arrived_at)
-            expiry = asyncio.get_running_loop().call_later(self._deadline_seconds, self._expire)
-            try:
-                if self._address.pooled:
-                    return await self._transaction(connection, sql, args, writing)
-                return await connection.fetch(sql, *args)
-            except StoreError:
-                raise
-            except Exception as error:
-                raise self._failed(connection, error, writing) from error
-            except BaseException:  # the event loop is being torn down
-                self._drop(connection)
-                raise
-            finally:
-                expiry.cancel()
-
-    async def _transaction(
-        self, connection: asyncpg.Connection[Any], sql: str, args: Sequence[Any], writing: bool
-    ) -> list[Any]:
-        """Begin, the statement, commit. Whatever happens before the commit is sent, nothing is applied."""
-        try:
-            await connection.execute(self._begin)
-            rows: list[Any] = await connection.fetch(sql, *args)
-        except Exception as error:
-            failure = self._failed(connection, error, writing=False)
-            if self._connection is connection:
-                try:
-                    await connection.execute("ROLLBACK")
-                except Exception:
-                    self._drop(connection)
-            raise failure from error
-        try:
-            answer = await connection.execute("COMMIT")
-        except Exception as error:
-            self._drop(connection)
-            detail = f"postgresql: no word of what became of a commit ({_in_words(error)})"
-            raise (OutcomeUnknown if writing else StoreUnavailable)(detail) from error
-        if answer != "COMMIT":
-            raise StoreUnavailable(f"postgresql: the transaction was rolled back ({answer})")
+    async def _begun(self, db: Connection, sql: str, args: Sequence[Any]) -> list[Any]:
+        await db.execute(self._begin)
+        rows: list[Any] = await db.fetch(sql, *args)
         return rows
 
-    async def _connected(self, arrived_at: float) -> asyncpg.Connection[Any]:
-        if self._closed:
-            raise StoreUnavailable("the store is closed")
-        connection = self._connection
-        if connection is not None and not connection.is_closed():
-            return connection
-        if self._refusal is not None and self._refused_at >= arrived_at:
-            raise StoreUnavailable(self._refusal.detail)  # somebody tried while this one was waiting
-        try:
-            self._connection = connection = await connect(self._address, self._connect_seconds)
-        except Exception as error:
-            failure = setup_error(self._address, error)
-            self._refusal = StoreUnavailable(failure.detail)
-            self._refused_at = asyncio.get_running_loop().time()
-            raise self._refusal from error
-        self._refusal = None
-        return connection
 
-    def _expire(self) -> None:
-        if self._connection is not None:
-            self._expired = True
-            self._connection.terminate()
-
-    def _failed(self, connection: asyncpg.Connection[Any], error: BaseException, writing: bool) -> StoreError:
-        expired, self._expired = self._expired, False
-        state = str(getattr(error, "sqlstate", None) or "")
-        if expired or connection.is_closed() or not ({state, state[:2]} & _SESSION_LIVES):
-            self._drop(connection)
-        if expired:
-            detail = f"postgresql: no answer within {self._deadline_seconds:g} s"
-            return OutcomeUnknown(detail) if writing else StoreUnavailable(detail)
-        return store_error(error, writing=writing)
-
-    def _drop(self, connection: asyncpg.Connection[Any]) -> None:
-        connection.terminate()
-        if self._connection is connection:
-            self._connection = None
-
-
-class Sessions:
-    """A few sessions for the same kind of work: the idlest one takes it."""
-
-    def __init__(self, address: Address, count: int, deadline_seconds: float) -> None:
-        self._sessions = [Session(address, deadline_seconds) for _ in range(count)]
-
-    async def read(self, sql: str, *args: Any) -> list[Any]:
-        return await self._idlest().read(sql, *args)
-
-    async def write(self, sql: str, *args: Any) -> list[Any]:
-        return await self._idlest().write(sql, *args)
-
-    async def close(self) -> None:
-        await asyncio.gather(*(session.close() for session in self._sessions))
-
-    def drop_connection(self) -> None:
-        for session in self._sessions:
-            session.drop_connection()
-
-    def _idlest(self) -> Session:
-        return min(self._sessions, key=lambda session: session.busy)
+async def _commit(db: Connection) -> None:
+    answer = await db.execute("COMMIT")
+    if answer != "COMMIT":
+        raise StoreUnavailable(f"postgresql: the transaction was rolled back ({answer})")

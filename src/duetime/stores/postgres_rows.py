@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import msgspec
-
-from duetime.model import NO_EXTRAS, Ending, Extras, Namespace, Position, Reached, RetryPolicy, Timer
+from duetime.model import NO_EXTRAS, Position, Reached, Timer
 from duetime.store import ShardRow
-from duetime.timetext import LATEST_MS
-
-Row = Sequence[Any]
+from duetime.stores.rows import REACHED_COLUMNS, TIMER_COLUMNS, TIMES, Row, as_json
 
 # --- columns -------------------------------------------------------------------------------------
 
@@ -26,33 +22,27 @@ def ms(column: str) -> str:
 
 KEY = "timer_execute_at, timer_uuid_high, timer_uuid_low"
 
-# The columns of a timer: name, type, and whether it is a time. In the order of timer_of and reached_of.
-TIMER_COLUMNS: Final = (
-    ("timer_execute_at", "bigint", True),
-    ("timer_uuid_high", "bigint", False),
-    ("timer_uuid_low", "bigint", False),
-    ("timer_namespace", "text", False),
-    ("timer_id", "text", False),
-    ("timer_generation", "bigint", False),
-    ("timer_scheduled_at", "bigint", True),
-    ("timer_created_at", "bigint", True),
-    ("timer_attempts", "int", False),
-    ("timer_callback_url", "text", False),
-    ("timer_payload", "text", False),
-    ("timer_retry_policy", "json", False),
-    ("timer_callback_timeout_seconds", "int", False),
-    ("timer_correlation_id", "text", False),
-    ("timer_options", "json", False),
-)
-REACHED_COLUMNS: Final = (
-    *TIMER_COLUMNS,
-    ("timer_own_execute_at", "bigint", True),
-    ("timer_own_uuid_high", "bigint", False),
-    ("timer_own_uuid_low", "bigint", False),
-    ("timer_outcome", "text", False),
-    ("timer_reached_at", "bigint", True),
-)
-COLUMNS = {2: TIMER_COLUMNS, 3: REACHED_COLUMNS}
+_TYPES: Final = {
+    "timer_execute_at": "bigint",
+    "timer_uuid_high": "bigint",
+    "timer_uuid_low": "bigint",
+    "timer_generation": "bigint",
+    "timer_scheduled_at": "bigint",
+    "timer_created_at": "bigint",
+    "timer_attempts": "int",
+    "timer_retry_policy": "json",
+    "timer_callback_timeout_seconds": "int",
+    "timer_options": "json",
+    "timer_own_execute_at": "bigint",
+    "timer_own_uuid_high": "bigint",
+    "timer_own_uuid_low": "bigint",
+    "timer_reached_at": "bigint",
+}
+# By row type: name, type as an argument, and whether it is a time.
+COLUMNS: Final = {
+    row_type: tuple((name, _TYPES.get(name, "text"), name in TIMES) for name in names)
+    for row_type, names in ((2, TIMER_COLUMNS), (3, REACHED_COLUMNS))
+}
 # Arrays are what a commit costs the client most; these columns are nearly always the same, and then left out.
 SCHEDULED_AT: Final = 3  # among the common columns
 IF_NULL: Final = {"timer_attempts": "0", "timer_scheduled_at": "timer_execute_at"}
@@ -67,22 +57,6 @@ def selected(row_type: int, if_only: str = "") -> str:
 
 
 # --- rows ----------------------------------------------------------------------------------------
-
-_encode = msgspec.json.Encoder().encode
-_decode_policy = msgspec.json.Decoder(RetryPolicy).decode
-_decode_extras = msgspec.json.Decoder(Extras).decode
-decode_namespace = msgspec.json.Decoder(Namespace).decode
-FIRST_MS: Final = -1
-LAST_MS: Final = LATEST_MS + 1  # no timer is stored at or after it
-
-
-def as_json(value: object) -> str:
-    return _encode(value).decode()
-
-
-def bound_ms(at_ms: int) -> int:
-    """A bound of a search, brought to where a timestamp can be; beyond that nothing is stored anyway."""
-    return min(max(at_ms, FIRST_MS), LAST_MS)
 
 
 def common_columns(timers: Sequence[Timer]) -> list[list[Any]]:
@@ -125,31 +99,6 @@ def reached_columns(reached: Sequence[Reached]) -> list[list[Any]]:
         [r.ending.value for r in reached],
         [r.reached_at_ms for r in reached],
     ]
-
-
-def timer_of(row: Row, own: int = 2) -> Timer:
-    """Of a row whose first two columns say where it belongs. `own`: where the timer's own position stands."""
-    return Timer(
-        namespace=row[5],
-        timer_id=row[6],
-        uuid_high=row[own + 1],
-        uuid_low=row[own + 2],
-        generation=row[7],
-        execute_at_ms=row[own],
-        scheduled_at_ms=row[8],
-        created_at_ms=row[9],
-        callback_url=row[11],
-        attempts=row[10],
-        payload=row[12],
-        retry_policy=None if row[13] is None else _decode_policy(row[13]),
-        callback_timeout_seconds=row[14],
-        correlation_id=row[15],
-        extras=NO_EXTRAS if row[16] is None else _decode_extras(row[16]),
-    )
-
-
-def reached_of(row: Row) -> Reached:
-    return Reached(timer=timer_of(row, own=17), ending=Ending(row[20]), reached_at_ms=row[21], purge_at_ms=row[2])
 
 
 def shard_row(row: Row) -> ShardRow:

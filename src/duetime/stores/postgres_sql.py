@@ -22,32 +22,24 @@ import functools
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreUnavailable
-from duetime.model import (
-    ROW_FORMAT,
-    Namespace,
-    Timer,
-    TimerKey,
-)
+from duetime.errors import MemberDead, ShardLost
+from duetime.model import ROW_FORMAT, Namespace, Timer, TimerKey
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
+from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
 from duetime.stores.postgres_rows import (
     COLUMNS,
     IF_NULL,
     KEY,
     SCHEDULED_AT,
-    as_json,
     at,
-    bound_ms,
     common_columns,
-    decode_namespace,
     ms,
     own_columns,
     reached_columns,
-    reached_of,
     selected,
     shard_row,
-    timer_of,
 )
+from duetime.stores.rows import as_json, bound_ms, decode_namespace, reached_of, timer_of
 
 LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
 
@@ -206,7 +198,7 @@ SELECT id, 0, 0, {at("0")} FROM generate_series(0, $1::int - 1) AS id ON CONFLIC
 
 # A page is cut where its payloads pass its weight, but for its first timer; `total` tells that it was.
 _LOAD = f"""
-SELECT s.number, t.total, {selected(2)}
+SELECT {selected(2)}, s.number, t.total
 FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::int[])
   WITH ORDINALITY AS s(shard_id, at, high, low, until, most, number)
 CROSS JOIN LATERAL (
@@ -225,10 +217,10 @@ _GET = f"""
 WITH k AS MATERIALIZED (
   SELECT * FROM unnest($1::int[], $2::text[], $3::text[])
   WITH ORDINALITY AS k(shard_id, timer_namespace, timer_id, number))
-SELECT k.number, 2, {selected(2)}, NULL::bigint, NULL::bigint, NULL::bigint, NULL::text, NULL::bigint
+SELECT {selected(2)}, NULL::bigint, NULL::bigint, NULL::bigint, NULL::text, NULL::bigint, k.number, 2
 FROM k CROSS JOIN LATERAL (SELECT * FROM timers AS t WHERE {_IS_TIMER_OF_KEY} OFFSET 0) AS t
 UNION ALL
-SELECT k.number, 3, {selected(3)} FROM k CROSS JOIN LATERAL (
+SELECT {selected(3)}, k.number, 3 FROM k CROSS JOIN LATERAL (
   SELECT * FROM timers WHERE timer_outcome IS NOT NULL AND shard_id = k.shard_id
   AND timer_namespace = k.timer_namespace AND timer_id = k.timer_id
   ORDER BY timer_generation DESC, timer_reached_at DESC,
@@ -245,26 +237,6 @@ def _fence_columns(fences: Sequence[Fence]) -> list[list[int]]:
         [fence.version for fence in fences],
         [fence.nonce for fence in fences],
     ]
-
-
-def _lost(fence: Fence) -> ShardLost:
-    return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
-
-
-def _turns(shard_ids: Sequence[int]) -> list[list[int]]:
-    """Indexes in groups to be done one after the other, so that no group names a shard twice. Normally one.
-
-    Each in the order of shards, which is the order in which everybody locks.
-    """
-    turns: list[list[int]] = []
-    times: dict[int, int] = {}
-    for index in sorted(range(len(shard_ids)), key=shard_ids.__getitem__):
-        shard_id = shard_ids[index]
-        turn = times[shard_id] = times.get(shard_id, -1) + 1
-        if turn == len(turns):
-            turns.append([])
-        turns[turn].append(index)
-    return turns
 
 
 # --- members -------------------------------------------------------------------------------------
@@ -331,24 +303,6 @@ async def forget_member(run: Run, instance_id: str) -> None:
 # --- shards --------------------------------------------------------------------------------------
 
 
-def _in_steps(run: Run) -> Run:
-    """For what may take more than one statement: once one was applied, a failure of the next is not "not applied"."""
-    begun = False
-
-    async def step(sql: str, /, *args: Any) -> list[Any]:
-        nonlocal begun
-        try:
-            rows = await run(sql, *args)
-        except StoreUnavailable as error:
-            if begun:
-                raise OutcomeUnknown(error.detail) from error
-            raise
-        begun = True
-        return rows
-
-    return step
-
-
 async def ensure_shards(run: Run, count: int) -> None:
     await run(_ENSURE_SHARDS, count)
 
@@ -359,8 +313,8 @@ async def shards(run: Run) -> list[ShardRow]:
 
 async def claim(run: Run, claims: Sequence[Claim]) -> list[ShardRow]:
     rows: dict[int, ShardRow] = {}
-    run = _in_steps(run)
-    for turn in _turns([claim.shard_id for claim in claims]):
+    run = in_steps(run)
+    for turn in turns([claim.shard_id for claim in claims]):
         wishes = [claims[index] for index in turn]
         answer = await run(
             _CLAIM,
@@ -377,25 +331,23 @@ async def claim(run: Run, claims: Sequence[Claim]) -> list[ShardRow]:
 
 async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
-    run = _in_steps(run)
-    for turn in _turns([fence.shard_id for fence in fences]):
+    run = in_steps(run)
+    for turn in turns([fence.shard_id for fence in fences]):
         rows = await run(_RELEASE, *_fence_columns([fences[index] for index in turn]))
         released = {row[0] for row in rows}
         for index in turn:
             if fences[index].shard_id not in released:
-                results[index] = _lost(fences[index])
+                results[index] = lost(fences[index])
     return results
 
 
 # --- timers --------------------------------------------------------------------------------------
 
-_NOTHING_REPLACED = Committed()
-
 
 async def commit(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
-    results: list[Committed | ShardLost] = [_NOTHING_REPLACED] * len(batches)
-    run = _in_steps(run)
-    for turn in _turns([batch.fence.shard_id for batch in batches]):
+    results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
+    run = in_steps(run)
+    for turn in turns([batch.fence.shard_id for batch in batches]):
         for index, result in zip(turn, await _commit_turn(run, [batches[index] for index in turn]), strict=True):
             results[index] = result
     return results
@@ -407,8 +359,8 @@ async def _commit_turn(run: Run, batches: Sequence[Batch]) -> list[Committed | S
     if len(held) < len(batches):
         good = [batch for batch in batches if batch.fence.shard_id in set(held)]
         done = dict(zip((b.fence.shard_id for b in good), await _commit_turn(run, good) if good else (), strict=True))
-        return [done.get(batch.fence.shard_id) or _lost(batch.fence) for batch in batches]
-    return _committed(batches, found)
+        return [done.get(batch.fence.shard_id) or lost(batch.fence) for batch in batches]
+    return committed(batches, [number - 1 for number in found])
 
 
 def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
@@ -438,17 +390,6 @@ def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
     return commit_sql(bool(puts), bool(deletes), bool(reached), bool(waters)), *args
 
 
-def _committed(batches: Sequence[Batch], found: list[int]) -> list[Committed | ShardLost]:
-    if not found:
-        return [_NOTHING_REPLACED] * len(batches)
-    results: list[Committed | ShardLost] = []
-    replaced, first = set(found), 1
-    for batch in batches:
-        results.append(Committed(frozenset(i for i in range(len(batch.puts)) if first + i in replaced)))
-        first += len(batch.puts)
-    return results
-
-
 async def load(run: Run, stretches: Sequence[Stretch]) -> list[Page]:
     if not stretches:
         return []
@@ -465,8 +406,8 @@ async def load(run: Run, stretches: Sequence[Stretch]) -> list[Page]:
     pages: list[list[Timer]] = [[] for _ in stretches]
     totals = [0] * len(stretches)
     for row in rows:
-        pages[row[0] - 1].append(timer_of(row))
-        totals[row[0] - 1] = row[1]
+        pages[row[-2] - 1].append(timer_of(row))
+        totals[row[-2] - 1] = row[-1]
     return [_page(*found) for found in zip(stretches, pages, totals, strict=True)]
 
 
@@ -487,20 +428,20 @@ async def get_many(run: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found
         [key.namespace for _, key in keys],
         [key.timer_id for _, key in keys],
     )
-    timers = {row[0]: timer_of(row) for row in rows if row[1] == 2}
-    ended = {row[0]: reached_of(row) for row in rows if row[1] == 3}
+    timers = {row[-2]: timer_of(row) for row in rows if row[-1] == 2}
+    ended = {row[-2]: reached_of(row) for row in rows if row[-1] == 3}
     return [Found(timers.get(number), ended.get(number)) for number in range(1, len(keys) + 1)]
 
 
 async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
     results: list[int | ShardLost] = [0] * len(fences)
-    run = _in_steps(run)
-    for turn in _turns([fence.shard_id for fence in fences]):
+    run = in_steps(run)
+    for turn in turns([fence.shard_id for fence in fences]):
         some = [fences[index] for index in turn]
         removed = dict(await run(_PURGE, *_fence_columns(some), bound_ms(before_ms), limit))
         for index in turn:
             count = removed.get(fences[index].shard_id)
-            results[index] = _lost(fences[index]) if count is None else count
+            results[index] = lost(fences[index]) if count is None else count
     return results
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 import apsw
@@ -36,7 +37,7 @@ from duetime.store import (
 from duetime.stores import sqlite_file, sqlite_sql
 from duetime.stores.sqlite_file import FileLock, Worker
 
-__all__ = ["SqliteStore"]
+__all__ = ["SqliteStore", "wipe"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -320,3 +321,9 @@ def _roll_back(db: apsw.Connection) -> None:
     with contextlib.suppress(apsw.Error):
         if db.in_transaction:
             db.execute("ROLLBACK")
+
+
+async def wipe(url: str) -> None:
+    """For tests: the file, and what lies beside it."""
+    for suffix in ("", "-wal", "-shm"):
+        Path(sqlite_file.path_of(url) + suffix).unlink(missing_ok=True)  # noqa: ASYNC240

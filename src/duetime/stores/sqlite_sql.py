@@ -12,49 +12,39 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, cast
 
 import apsw
 import msgspec
 from msgspec import Struct
 
 from duetime.errors import MemberDead, ShardLost
-from duetime.model import (
-    NO_EXTRAS,
-    ROW_FORMAT,
-    Ending,
-    Extras,
-    Namespace,
-    Position,
-    Reached,
-    RetryPolicy,
-    Timer,
-    TimerKey,
-)
+from duetime.model import ROW_FORMAT, Namespace, Position, TimerKey
 from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, ShardRow, Stretch
+from duetime.stores.fencing import NOTHING_REPLACED, committed, lost, turns
+from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX
+from duetime.stores.rows import (
+    KEY_COLUMNS,
+    LARGEST,
+    REACHED_COLUMNS,
+    TIMER_COLUMNS,
+    as_json,
+    decode_namespace,
+    reached_of,
+    reached_values,
+    timer_of,
+    timer_values,
+)
 
-T = TypeVar("T")
-
-LIST_ROWS_MAX = 20_000  # rows one call of list_timers looks at
-LIST_PAGE_MAX = 256
 CHUNK_ROWS_MAX = 128  # apsw caches no statement of more than 16 KiB of text
 
 # --- SQL -----------------------------------------------------------------------------------------
 
-_KEY = "timer_execute_at, timer_uuid_high, timer_uuid_low"
-_COMMON = (
-    "timer_namespace, timer_id, timer_generation, timer_scheduled_at, timer_created_at, timer_attempts,"
-    " timer_callback_url, timer_payload, timer_retry_policy, timer_callback_timeout_seconds,"
-    " timer_correlation_id, timer_options"
-)
-_OWN = "timer_own_execute_at, timer_own_uuid_high, timer_own_uuid_low"
-_TIMER = f"json_array({_KEY}, {_COMMON})"
-_REACHED = f"json_array({_KEY}, {_COMMON}, {_OWN}, timer_outcome, timer_reached_at)"
+_KEY = ", ".join(KEY_COLUMNS)
+_TIMER = f"json_array({', '.join(TIMER_COLUMNS)})"
+_REACHED = f"json_array({', '.join(REACHED_COLUMNS)})"
 
-_COLUMNS = {
-    2: f"shard_id, {_KEY}, {_COMMON}",
-    3: f"shard_id, {_KEY}, {_COMMON}, {_OWN}, timer_outcome, timer_reached_at",
-}
+_COLUMNS = {2: ", ".join(("shard_id", *TIMER_COLUMNS)), 3: ", ".join(("shard_id", *REACHED_COLUMNS))}
 
 
 def _insert(row_type: int, rows: int) -> str:
@@ -161,70 +151,9 @@ _LIST = {
 
 # --- rows ----------------------------------------------------------------------------------------
 
-_encode = msgspec.json.Encoder().encode
 _decode_rows = msgspec.json.Decoder(list[list[Any]]).decode
 _decode_indexes = msgspec.json.Decoder(list[int]).decode
 _decode_fences = msgspec.json.Decoder(list[tuple[int, int, int]]).decode
-_decode_policy = msgspec.json.Decoder(RetryPolicy).decode
-_decode_extras = msgspec.json.Decoder(Extras).decode
-_decode_namespace = msgspec.json.Decoder(Namespace).decode
-_LARGEST: Final = (1 << 63) - 1
-
-
-def _json(value: object) -> str:
-    return _encode(value).decode()
-
-
-def _common_values(timer: Timer) -> tuple[Any, ...]:
-    return (
-        timer.namespace,
-        timer.timer_id,
-        timer.generation,
-        timer.scheduled_at_ms,
-        timer.created_at_ms,
-        timer.attempts,
-        timer.callback_url,
-        timer.payload,
-        None if timer.retry_policy is None else _json(timer.retry_policy),
-        timer.callback_timeout_seconds,
-        timer.correlation_id,
-        None if timer.extras is NO_EXTRAS else _json(timer.extras),
-    )
-
-
-def timer_values(shard_id: int, timer: Timer) -> tuple[Any, ...]:
-    return (shard_id, timer.execute_at_ms, timer.uuid_high, timer.uuid_low, *_common_values(timer))
-
-
-def _reached_values(shard_id: int, reached: Reached) -> tuple[Any, ...]:
-    timer = reached.timer
-    own = (timer.execute_at_ms, timer.uuid_high, timer.uuid_low)
-    return (shard_id, *reached.position, *_common_values(timer), *own, reached.ending.value, reached.reached_at_ms)
-
-
-def _timer(row: list[Any], own: int = 0) -> Timer:
-    """`own`: where in the row the timer's own position stands."""
-    return Timer(
-        namespace=row[3],
-        timer_id=row[4],
-        uuid_high=row[own + 1],
-        uuid_low=row[own + 2],
-        generation=row[5],
-        execute_at_ms=row[own],
-        scheduled_at_ms=row[6],
-        created_at_ms=row[7],
-        callback_url=row[9],
-        attempts=row[8],
-        payload=row[10],
-        retry_policy=None if row[11] is None else _decode_policy(row[11]),
-        callback_timeout_seconds=row[12],
-        correlation_id=row[13],
-        extras=NO_EXTRAS if row[14] is None else _decode_extras(row[14]),
-    )
-
-
-def _reached(row: list[Any]) -> Reached:
-    return Reached(timer=_timer(row, own=15), ending=Ending(row[18]), reached_at_ms=row[19], purge_at_ms=row[0])
 
 
 class _ShardJson(Struct, array_like=True):
@@ -298,56 +227,38 @@ def _shard_rows(text: str) -> list[ShardRow]:
 
 
 def claim(db: apsw.Connection, claims: Sequence[Claim]) -> list[ShardRow]:
-    for turn in _turns([claim.shard_id for claim in claims]):
+    for turn in turns([claim.shard_id for claim in claims]):
         wishes = [claims[index] for index in turn]
         db.execute(
             _CLAIM,
             (
-                _json(
+                as_json(
                     [(c.shard_id, c.expected_version, c.nonce, c.owner_id, c.owner_address, c.now_ms) for c in wishes]
                 ),
             ),
         )
-    text = _text(db, _SOME_SHARDS, (_json([claim.shard_id for claim in claims]),))
+    text = _text(db, _SOME_SHARDS, (as_json([claim.shard_id for claim in claims]),))
     rows = {row.shard_id: row for row in _shard_rows(text)}
     return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
 
 
 def release(db: apsw.Connection, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
-    for turn in _turns([fence.shard_id for fence in fences]):
+    for turn in turns([fence.shard_id for fence in fences]):
         held, _ = _check(db, [fences[index] for index in turn], [])
-        db.execute(_RELEASE, (_json([fences[index].shard_id for index in turn if fences[index] in held]),))
+        db.execute(_RELEASE, (as_json([fences[index].shard_id for index in turn if fences[index] in held]),))
         for index in turn:
             if fences[index] not in held:
-                results[index] = _lost(fences[index])
+                results[index] = lost(fences[index])
     return results
 
 
 def _check(db: apsw.Connection, fences: Sequence[Fence], keys: Sequence[_Key]) -> tuple[set[Fence], list[int]]:
     """Those of the fences that hold, and the indexes of those keys under which a timer is stored."""
     shard_ids = [fence.shard_id for fence in fences]
-    found, stored = db.execute(_CHECK, (_json(shard_ids), _json(keys))).fetchone()  # type: ignore[misc]
+    found, stored = db.execute(_CHECK, (as_json(shard_ids), as_json(keys))).fetchone()  # type: ignore[misc]
     current = {Fence(*fence) for fence in _decode_fences(found)}
     return current.intersection(fences), _decode_indexes(stored)
-
-
-def _lost(fence: Fence) -> ShardLost:
-    return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
-
-
-def _turns(shard_ids: Sequence[int]) -> list[list[int]]:
-    """Indexes in groups to be done one after the other, so that no group names a shard twice. Normally one."""
-    if len(set(shard_ids)) == len(shard_ids):
-        return [list(range(len(shard_ids)))]
-    turns: list[list[int]] = []
-    times: dict[int, int] = {}
-    for index, shard_id in enumerate(shard_ids):
-        turn = times[shard_id] = times.get(shard_id, -1) + 1
-        if turn == len(turns):
-            turns.append([])
-        turns[turn].append(index)
-    return turns
 
 
 # --- timers --------------------------------------------------------------------------------------
@@ -356,14 +267,11 @@ _Key = tuple[int, str, str]
 
 
 def commit(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
-    results: list[Committed | ShardLost] = [_NOTHING_REPLACED] * len(batches)
-    for turn in _turns([batch.fence.shard_id for batch in batches]):
+    results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
+    for turn in turns([batch.fence.shard_id for batch in batches]):
         for index, result in zip(turn, _commit_turn(db, [batches[index] for index in turn]), strict=True):
             results[index] = result
     return results
-
-
-_NOTHING_REPLACED = Committed()
 
 
 def _commit_turn(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
@@ -376,31 +284,20 @@ def _commit_turn(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committe
     gone = [(batch.fence.shard_id, *key) for batch in batches for key in batch.deletes]
     gone += [keys[index] for index in stored]
     if gone:
-        db.execute(_DELETE, (_json(gone),))
-    insert_rows(db, 2, [timer_values(shard_id, timer) for shard_id, timer in puts])
-    insert_rows(db, 3, [_reached_values(b.fence.shard_id, reached) for b in batches for reached in b.reached])
+        db.execute(_DELETE, (as_json(gone),))
+    insert_rows(db, 2, [(shard_id, *timer_values(timer)) for shard_id, timer in puts])
+    insert_rows(db, 3, [(b.fence.shard_id, *reached_values(reached)) for b in batches for reached in b.reached])
     for batch in batches:
         if batch.low_water is not None:
-            db.execute(_LOW_WATER, (_json(batch.low_water), batch.fence.shard_id))
-    return _committed(batches, stored)
+            db.execute(_LOW_WATER, (as_json(batch.low_water), batch.fence.shard_id))
+    return committed(batches, stored)
 
 
 def _commit_held(db: apsw.Connection, batches: Sequence[Batch], held: set[Fence]) -> list[Committed | ShardLost]:
     """Some fences failed: the others are committed as if those batches had not been there."""
     good = [batch for batch in batches if batch.fence in held]
     done = iter(_commit_turn(db, good) if good else ())
-    return [next(done) if batch.fence in held else _lost(batch.fence) for batch in batches]
-
-
-def _committed(batches: Sequence[Batch], stored: list[int]) -> list[Committed | ShardLost]:
-    if not stored:
-        return [_NOTHING_REPLACED] * len(batches)
-    results: list[Committed | ShardLost] = []
-    replaced, first = set(stored), 0
-    for batch in batches:
-        results.append(Committed(frozenset(i for i in range(len(batch.puts)) if first + i in replaced)))
-        first += len(batch.puts)
-    return results
+    return [next(done) if batch.fence in held else lost(batch.fence) for batch in batches]
 
 
 def insert_rows(db: apsw.Connection, row_type: int, rows: list[tuple[Any, ...]]) -> None:
@@ -417,7 +314,7 @@ def load(db: apsw.Connection, stretches: Sequence[Stretch]) -> list[Page]:
 
 def _load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
     rows, limit = _shorter_if_too_big(lambda count: _text(db, _LOAD, (shard_id, *after, until_ms, count + 1)), limit)
-    timers = [_timer(row) for row in rows]
+    timers = [timer_of(row) for row in rows]
     if len(timers) <= limit:
         return Page(timers, None)
     del timers[limit:]
@@ -437,21 +334,21 @@ def _shorter_if_too_big(fetch: Callable[[int], str], count: int) -> tuple[list[l
 
 def get_many(db: apsw.Connection, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
     try:
-        text = _json([(shard_id, *key) for shard_id, key in keys])
+        text = as_json([(shard_id, *key) for shard_id, key in keys])
         timers_json, reached_json = db.execute(_GET, (text,)).fetchone()  # type: ignore[misc]
     except apsw.TooBigError:
         if len(keys) == 1:
             raise
         half = len(keys) // 2
         return get_many(db, keys[:half]) + get_many(db, keys[half:])
-    timers = {index: _timer(row) for index, row in _decode_rows(timers_json)}
-    ended = {index: _reached(row) for index, row in _decode_rows(reached_json)}
+    timers = {index: timer_of(row) for index, row in _decode_rows(timers_json)}
+    ended = {index: reached_of(row) for index, row in _decode_rows(reached_json)}
     return [Found(timers.get(index), ended.get(index)) for index in range(len(keys))]
 
 
 def purge_reached(db: apsw.Connection, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
     held, _ = _check(db, fences, [])
-    return [_purge(db, fence, before_ms, limit) if fence in held else _lost(fence) for fence in fences]
+    return [_purge(db, fence, before_ms, limit) if fence in held else lost(fence) for fence in fences]
 
 
 def _purge(db: apsw.Connection, fence: Fence, before_ms: int, limit: int) -> int:
@@ -483,8 +380,8 @@ def list_timers(db: apsw.Connection, query: ListQuery) -> Listing:
     except _BudgetSpent:
         pass
     if query.endings:
-        return Listing(reached=[_reached(row) for row in matches], next=seen)
-    return Listing(timers=[_timer(row) for row in matches], next=seen)
+        return Listing(reached=[reached_of(row) for row in matches], next=seen)
+    return Listing(timers=[timer_of(row) for row in matches], next=seen)
 
 
 def _position(row: list[Any]) -> Position:
@@ -501,7 +398,7 @@ class _Scan:
         by_due = not query.endings  # then the due range bounds the scan itself
         after = query.after
         if by_due and query.due_from_ms is not None:
-            after = max(after, Position(query.due_from_ms - 1, _LARGEST, _LARGEST))
+            after = max(after, Position(query.due_from_ms - 1, LARGEST, LARGEST))
         self._after = after
         self._bindings: dict[str, Any] = {
             "namespace": query.namespace,
@@ -511,8 +408,8 @@ class _Scan:
             "tag": query.tag,
             "due_from": query.due_from_ms,
             "due_until": query.due_until_ms,
-            "endings": _json(sorted(query.endings)) if query.endings else None,
-            "until": query.due_until_ms - 1 if by_due and query.due_until_ms is not None else _LARGEST,
+            "endings": as_json(sorted(query.endings)) if query.endings else None,
+            "until": query.due_until_ms - 1 if by_due and query.due_until_ms is not None else LARGEST,
         }
 
     def streams(self) -> list[Iterator[list[Any]]]:
@@ -548,11 +445,11 @@ class _Scan:
 
 def namespaces(db: apsw.Connection) -> list[Namespace]:
     rows: list[Any] = db.execute("SELECT body FROM namespaces ORDER BY name").fetchall()
-    return [_decode_namespace(row[0]) for row in rows]
+    return [decode_namespace(row[0]) for row in rows]
 
 
 def put_namespace(db: apsw.Connection, namespace: Namespace, expected_revision: int | None) -> bool:
-    values = (namespace.name, namespace.num_shards, namespace.revision, _json(namespace))
+    values = (namespace.name, namespace.num_shards, namespace.revision, as_json(namespace))
     if expected_revision is None:
         db.execute(
             "INSERT INTO namespaces (name, num_shards, revision, body) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",

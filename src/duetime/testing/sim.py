@@ -34,13 +34,14 @@ from duetime.errors import (
     NotFound,
     NotOwner,
     OutcomeUnknown,
+    StoreError,
     StoreThrottled,
     StoreUnavailable,
 )
 from duetime.model import Contact, InstanceStatus, Outcome, TimerKey, TimerPatch, TimerSpec, Verdict
 from duetime.peers import Forward, OrderAnswer, Peer
 from duetime.service import Service
-from duetime.store import ListQuery, Store
+from duetime.store import Batch, Committed, ListQuery, Store
 from duetime.stores.memory import MemoryStore
 from duetime.telemetry import Telemetry
 from duetime.testing.checker import Callback, Kind, Result, Violation, Wish, judge
@@ -66,6 +67,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     slow_store: float = 0.05  # per call
     failed_store: float = 0.02
     unknown_store: float = 0.02  # half of them applied, some of those late
+    torn_commit: float = 0.03  # each batch fares by itself, as where every shard is a transaction of its own
     crashes: float = 0.06  # per second
     freezes: float = 0.06
     jumps: float = 0.04
@@ -128,6 +130,11 @@ class SimStore:
             await self._lose_answer(inner, args, answer)
             return
         dice -= scenario.unknown_store
+        if dice < scenario.torn_commit and name == "commit":
+            world.fault("commit torn between shards")
+            _answer(answer, [await self._one_of_many(inner, batch) for batch in args[0]])
+            return
+        dice -= scenario.torn_commit
         slow = dice < scenario.slow_store
         late = slow and rng.random() < 0.5
         if slow:
@@ -143,6 +150,14 @@ class SimStore:
         elif rng.random() < 0.5:
             await asyncio.sleep(rng.uniform(0.0002, 0.002))
         _answer(answer, result)
+
+    async def _one_of_many(self, inner: Callable[..., Awaitable[Any]], batch: Batch) -> Committed | StoreError:
+        """What becomes of one batch when its neighbours do not matter."""
+        how = self._world.rng.choice(("applied", "applied", "refused", "applied, unknown", "lost, unknown"))
+        if how == "refused":
+            return StoreThrottled("simulated")
+        [result] = await self.perform("commit", inner, ([batch],)) if how.startswith("applied") else [None]
+        return OutcomeUnknown("simulated") if how.endswith("unknown") else cast("Committed | StoreError", result)
 
     async def perform(self, name: str, inner: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> Any:
         """The call at the database. (A seam: mutants take its atomicity away.)"""

@@ -1,0 +1,67 @@
+"""What every fenced write has in common: turns, losses, answers, and steps of which only the first may be done."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final, ParamSpec, TypeVar
+
+from duetime.errors import OutcomeUnknown, ShardLost, StoreUnavailable
+from duetime.store import Batch, Committed, Fence
+
+__all__ = ["NOTHING_REPLACED", "committed", "in_steps", "lost", "turns"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NOTHING_REPLACED: Final = Committed()
+
+
+def lost(fence: Fence) -> ShardLost:
+    return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
+
+
+def turns(shard_ids: Sequence[int]) -> list[list[int]]:
+    """Indexes in groups to be done one after the other, so that no group names a shard twice. Normally one.
+
+    Each in the order of shards, which is the order in which everybody locks.
+    """
+    found: list[list[int]] = []
+    times: dict[int, int] = {}
+    for index in sorted(range(len(shard_ids)), key=shard_ids.__getitem__):
+        shard_id = shard_ids[index]
+        turn = times[shard_id] = times.get(shard_id, -1) + 1
+        if turn == len(found):
+            found.append([])
+        found[turn].append(index)
+    return found
+
+
+def committed(batches: Sequence[Batch], replaced: Iterable[int]) -> list[Committed | ShardLost]:
+    """The answers, where `replaced` counts through the puts of all batches, from 0."""
+    found = set(replaced)
+    if not found:
+        return [NOTHING_REPLACED] * len(batches)
+    results: list[Committed | ShardLost] = []
+    first = 0
+    for batch in batches:
+        results.append(Committed(frozenset(i for i in range(len(batch.puts)) if first + i in found)))
+        first += len(batch.puts)
+    return results
+
+
+def in_steps(run: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """For what may take more than one statement: once one was applied, a failure of the next is not "not applied"."""
+    begun = False
+
+    async def step(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal begun
+        try:
+            answer = await run(*args, **kwargs)
+        except StoreUnavailable as error:
+            if begun:
+                raise OutcomeUnknown(error.detail) from error
+            raise
+        begun = True
+        return answer
+
+    return step
