@@ -22,11 +22,12 @@ from duetime.deliveries.webhook import Webhook
 from duetime.delivery import Deliverer, Router
 from duetime.engine import Engine
 from duetime.errors import NotReady, SetupError
-from duetime.http_server import HttpServer, Request, Response, bind_sockets, problem_response, serve_http
+from duetime.http_server import HttpServer, Request, Response, problem_response, serve_http
 from duetime.peer_calls import HttpPeers
 from duetime.peer_wire import REFUSED
 from duetime.peers import Peers
 from duetime.service import Service
+from duetime.sockets import bind_sockets
 from duetime.store import Store, open_store
 from duetime.telemetry import Telemetry, log, set_up_logging
 

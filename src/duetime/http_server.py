@@ -14,24 +14,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 from ssl import SSLContext
-from typing import Any, cast
+from typing import cast
 
 import httptools
 
 from duetime.clock import Clock, SystemClock
 from duetime.errors import DuetimeError
+from duetime.sockets import bind_sockets
 from duetime.wire import encode_problem, problem_of
 
-__all__ = ["Handler", "HttpServer", "Request", "Response", "bind_sockets", "problem_response", "serve_http"]
+__all__ = ["Handler", "HttpServer", "Request", "Response", "problem_response", "serve_http"]
 
 log = logging.getLogger("duetime.http")
 
@@ -99,52 +98,6 @@ class Response:
 
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-def bind_sockets(host: str, port: int, *, reuse_port: bool = False) -> list[socket.socket]:
-    """Sockets of our own at every address the host has, all at one port. None of them listens yet.
-
-    Port 0: any free one. `reuse_port`: several processes may listen there, and share the connections.
-    """
-    found = dict.fromkeys(socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
-    bound: list[socket.socket] = []
-    try:
-        for family, _, _, _, address in found:
-            try:
-                sock = _bound(family, (address[0], port, *address[2:]), reuse_port)
-            except OSError as error:
-                # "localhost" has an IPv6 address also where IPv6 is switched off.
-                if error.errno not in _NO_SUCH_ADDRESS or len(found) == 1:
-                    raise
-                continue
-            bound.append(sock)
-            port = sock.getsockname()[1]
-        if not bound:
-            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
-    except OSError:
-        for sock in bound:
-            sock.close()
-        raise
-    return bound
-
-
-_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-
-
-def _bound(family: int, address: tuple[Any, ...], reuse_port: bool) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":  # Windows means something else by it
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:  # or "::" would take the IPv4 port as well
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 async def serve_http(

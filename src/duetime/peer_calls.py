@@ -18,7 +18,6 @@ import msgspec
 
 from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, Unserved
 from duetime.http_client import Answer, HttpClient, HttpError, parse_target, request_head
-from duetime.model import InstanceStatus
 from duetime.peer_wire import (
     ORDERS_PATH,
     REFUSED,
@@ -33,6 +32,7 @@ from duetime.peer_wire import (
     sign,
 )
 from duetime.peers import Forward, OrderAnswer, Peer, payload_chars
+from duetime.standing import InstanceStatus
 from duetime.telemetry import log
 from duetime.wire import ProblemJson
 

@@ -18,8 +18,9 @@ from msgspec import Struct
 
 from duetime import errors
 from duetime.errors import DuetimeError, OutcomeUnknown
-from duetime.model import Created, InstanceStatus, TimerView, Updated, Verdict
+from duetime.model import Created, TimerView, Updated, Verdict
 from duetime.peers import Forward, OrderAnswer
+from duetime.standing import InstanceStatus
 
 __all__ = [
     "MSGPACK",

@@ -11,7 +11,8 @@ from typing import Protocol
 from msgspec import Struct
 
 from duetime.errors import NotOwner, Unserved
-from duetime.model import Created, InstanceStatus, TimerKey, TimerPatch, TimerSpec, TimerView, Updated, Verdict
+from duetime.model import Created, TimerKey, TimerPatch, TimerSpec, TimerView, Updated, Verdict
+from duetime.standing import InstanceStatus
 
 __all__ = [
     "CreateOrder",

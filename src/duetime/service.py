@@ -34,14 +34,11 @@ from duetime.errors import (
 from duetime.model import (
     BEFORE_ALL,
     ID_BYTES_MAX,
-    ClusterStatus,
     Created,
     Ending,
-    InstanceStatus,
     Namespace,
     NamespaceSpec,
     Position,
-    ShardMap,
     State,
     Timer,
     TimerFilter,
@@ -73,6 +70,7 @@ from duetime.peers import (
 )
 from duetime.shard import Shard
 from duetime.sharing import Shared, retrieved
+from duetime.standing import ClusterStatus, InstanceStatus, ShardMap
 from duetime.store import Found, ListQuery, Store
 from duetime.telemetry import log
 

@@ -18,15 +18,8 @@ from duetime import __version__
 from duetime.config import EngineConfig
 from duetime.engine import Engine
 from duetime.errors import DuetimeError
-from duetime.model import (
-    ClusterStatus,
-    HeldFor,
-    InstanceStatus,
-    MemberStatus,
-    ShardCounts,
-    ShardStatus,
-)
 from duetime.peers import Peer, Peers
+from duetime.standing import ClusterStatus, HeldFor, InstanceStatus, MemberStatus, ShardCounts, ShardStatus
 from duetime.store import Member, ShardRow, Store
 
 __all__ = ["cluster_status", "instance_status"]

@@ -13,7 +13,8 @@ from duetime.errors import OutcomeUnknown, StoreThrottled
 from duetime.model import shard_of
 from duetime.store import ShardRow
 from duetime.testing.checker import Callback, Result, judge
-from duetime.testing.sim import Instance, Scenario, SimClient, SimStore, World
+from duetime.testing.sim import Instance, Scenario, SimClient, World
+from duetime.testing.sim_network import SimStore
 
 __all__ = ["Line", "Stage", "staged"]
 

@@ -20,16 +20,9 @@ from duetime.config import Auth, Config, Token, load_config
 from duetime.errors import Busy, DuetimeError, NotFound, OutcomeUnknown, SetupError
 from duetime.http_server import Request, Response, serve_http
 from duetime.model import (
-    ClusterStatus,
     Created,
-    HeldFor,
-    InstanceStatus,
-    MemberStatus,
     Namespace,
     NamespaceSpec,
-    ShardCounts,
-    ShardMap,
-    ShardStatus,
     State,
     Timer,
     TimerFilter,
@@ -42,6 +35,7 @@ from duetime.model import (
 )
 from duetime.peers import Peer
 from duetime.service import Service
+from duetime.standing import ClusterStatus, HeldFor, InstanceStatus, MemberStatus, ShardCounts, ShardMap, ShardStatus
 from duetime.telemetry import Telemetry
 
 

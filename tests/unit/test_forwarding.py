@@ -9,9 +9,10 @@ import pytest
 from engine_world import URL, World
 
 from duetime.errors import Conflict, DuetimeError, NotFound, NotOwner
-from duetime.model import InstanceStatus, NamespaceSpec, State, TimerKey, TimerSpec, Verdict, shard_of
+from duetime.model import NamespaceSpec, State, TimerKey, TimerSpec, Verdict, shard_of
 from duetime.peers import CreateOrder, Forward, OrderAnswer, Peer
 from duetime.service import Service
+from duetime.standing import InstanceStatus
 from duetime.store import Claim
 from duetime.stores.memory import MemoryStore
 from duetime.testing.virtual import VirtualClock, run_virtual

@@ -14,7 +14,7 @@ from duetime.api.peers import PeerDoor
 from duetime.errors import Conflict, DuetimeError, InvalidField, NotOwner, OutcomeUnknown, Unserved
 from duetime.http_client import Answer, HttpClient
 from duetime.http_server import HttpServer, Request, Response, serve_http
-from duetime.model import Created, InstanceStatus, State, TimerKey, TimerSpec, TimerView, Updated, Verdict
+from duetime.model import Created, State, TimerKey, TimerSpec, TimerView, Updated, Verdict
 from duetime.peer_calls import HttpPeers
 from duetime.peer_wire import (
     ORDERS_PATH,
@@ -31,6 +31,7 @@ from duetime.peer_wire import (
 )
 from duetime.peers import CreateOrder, DeleteOrder, Forward, OrderAnswer, Peer
 from duetime.service import Service
+from duetime.standing import InstanceStatus
 from duetime.testing import make_timer
 
 STATUS = InstanceStatus(

@@ -11,9 +11,10 @@ from engine_world import OK, URL, World
 from duetime.api.encode import encode_cluster_status
 from duetime.delivery import Attempt
 from duetime.errors import Unserved
-from duetime.model import ClusterStatus, Contact, InstanceStatus, MemberStatus, Outcome
+from duetime.model import Contact, Outcome
 from duetime.peers import Forward, OrderAnswer, Peer
 from duetime.service import Service
+from duetime.standing import ClusterStatus, InstanceStatus, MemberStatus
 from duetime.store import Member
 from duetime.stores.memory import MemoryStore
 from duetime.testing.virtual import VirtualClock, VirtualLoop, run_virtual

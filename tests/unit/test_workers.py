@@ -22,7 +22,7 @@ from duetime.app import App, own_address
 from duetime.config import Config, load_config, split_advertise
 from duetime.errors import SetupError
 from duetime.http_client import HttpClient
-from duetime.http_server import bind_sockets
+from duetime.sockets import bind_sockets
 from duetime.stores.memory import MemoryStore
 from duetime.telemetry import log
 from duetime.testing.faulty import FaultyStore

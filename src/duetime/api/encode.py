@@ -13,20 +13,17 @@ from duetime import wire
 from duetime.errors import DuetimeError
 from duetime.model import (
     NO_EXTRAS,
-    ClusterStatus,
     Created,
     Extras,
-    MemberStatus,
     Missed,
     Namespace,
     RetryPolicy,
-    ShardMap,
-    ShardStatus,
     TimerView,
     Updated,
     Verdict,
     redacted_secret,
 )
+from duetime.standing import ClusterStatus, MemberStatus, ShardMap, ShardStatus
 from duetime.timetext import format_duration, format_instant
 from duetime.wire import TimerJson
 

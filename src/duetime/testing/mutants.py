@@ -20,7 +20,7 @@ from duetime.membership import Membership
 from duetime.service import Service
 from duetime.shard import Entry, Phase, Shard, end_of
 from duetime.stores.memory import MemoryStore
-from duetime.testing.sim import SimStore
+from duetime.testing.sim_network import SimStore
 
 __all__ = ["MUTANTS", "Mutant"]
 

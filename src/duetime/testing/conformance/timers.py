@@ -122,7 +122,9 @@ class Identity(Harness):
             for time, high, low in itertools.product(times, halves, halves)
         ]
         shuffled = sorted(timers, key=lambda timer: hash((timer.uuid_low, timer.execute_at_ms)))
-        await put(store, fence, *shuffled)
+        most = store.capabilities.batch_max
+        for start in range(0, len(shuffled), most):
+            await put(store, fence, *shuffled[start : start + most])
         assert await all_timers(store) == timers
         assert await all_timers(store, page=7) == timers
 
