@@ -84,7 +84,7 @@ def _check_store(config: Config) -> None:
     if store.exclusive or not store.durable:  # what does not outlive its process is in its process
         raise SetupError(
             f"server.workers is {config.server.workers}, but a {store.name} store serves one process alone. "
-            "Use PostgreSQL (store.url), or set server.workers to 1",
+            "Use a database (store.url: postgresql, mysql, …), or set server.workers to 1",
             field="server.workers",
         )
 

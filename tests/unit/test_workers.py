@@ -154,7 +154,7 @@ def test_ports_of_workers_mean_nothing_to_an_instance_that_has_none() -> None:
 
 @pytest.mark.parametrize(("url", "name"), [("sqlite:///timers.db", "sqlite"), ("memory://", "memory")])
 def test_several_workers_on_a_store_for_one_process_are_refused(url: str, name: str) -> None:
-    with pytest.raises(SetupError, match=f"server.workers is 2, but a {name} store .* Use PostgreSQL"):
+    with pytest.raises(SetupError, match=f"server.workers is 2, but a {name} store .* Use a database"):
         run_workers(configured(server__workers=2, store__url=url, server__listen="127.0.0.1:0"))
 
 

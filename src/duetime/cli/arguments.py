@@ -203,13 +203,17 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
         "--store",
         type=_store_url,
         metavar="URL",
-        help="sqlite:///relative.db, sqlite:////absolute.db, postgresql://user:password@host/database, memory://",
+        help="where timers are kept: sqlite:///relative.db, sqlite:////absolute.db, postgresql://user:password@host/database;"
+        " likewise mysql, mariadb, tidb, mongodb, cassandra, dynamodb, oracle, sqlserver; memory://",
     )
     parser.add_argument(
         "--listen", type=_address, metavar="HOST:PORT", help="address of the HTTP API (default 127.0.0.1:8463)"
     )
     parser.add_argument(
-        "--workers", type=_number(1), metavar="N", help="processes that serve together (default 1; needs PostgreSQL)"
+        "--workers",
+        type=_number(1),
+        metavar="N",
+        help="processes that serve together (default 1; needs a database, not SQLite)",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting; repeatable"
