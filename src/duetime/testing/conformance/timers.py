@@ -7,11 +7,23 @@ import itertools
 
 import msgspec
 import pytest
+from msgspec import Struct
 from msgspec.structs import replace
 
 from duetime.errors import ShardLost
-from duetime.model import BEFORE_ALL, Ending, Extras, Missed, Position, RetryPolicy, Timer, TimerKey, shard_of
-from duetime.store import Batch, Fence, Found, ListQuery, Store, Stretch
+from duetime.model import (
+    BEFORE_ALL,
+    Ending,
+    Extras,
+    Missed,
+    Namespace,
+    Position,
+    RetryPolicy,
+    Timer,
+    TimerKey,
+    shard_of,
+)
+from duetime.store import Batch, Fence, Found, ListQuery, Member, Store, Stretch
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import (
     EVERY_ENDING,
@@ -56,12 +68,50 @@ ALIKE_IDS = [
 ]  # fmt: skip
 
 
+_PLAIN = {int, str, bool, float, type(None), Ending}
+
+
+def _strange_types(value: object) -> set[type]:
+    """Of everything in it, down to the last field."""
+    if isinstance(value, Struct):
+        return _strange_types(msgspec.structs.astuple(value))
+    if isinstance(value, list | tuple | frozenset):
+        return set().union(*map(_strange_types, value))
+    if isinstance(value, dict):
+        return _strange_types([*value, *value.values()])
+    return set() if type(value) in _PLAIN else {type(value)}
+
+
 class Identity(Harness):
     async def test_a_timer_comes_back_exactly_as_it_was_put(self, store: Store, fence: Fence) -> None:
         bare = make_timer("bare")
         await put(store, fence, FULL, bare)
         assert await store.get_many([(0, FULL.key), (0, bare.key)]) == [Found(FULL), Found(bare)]
         assert sorted(await all_timers(store), key=lambda timer: timer.timer_id) == [bare, FULL]
+
+    async def test_what_comes_back_is_of_plain_types(self, store: Store, fence: Fence) -> None:
+        """A driver's own kind of number or text is equal to ours, until somebody wants to send it on."""
+        await done(store, Batch(fence, [FULL], (), [make_reached(FULL)], Position(5, -6, 7)))
+        await store.join(Member("m", "host:1", 1, True, 5, "secret"))
+        await store.put_namespace(Namespace(name="plain", num_shards=SHARDS, created_at_ms=1), None)
+        [found] = await store.get_many([(0, FULL.key)])
+        waiting = await store.list_timers(ListQuery(namespace=FULL.namespace, num_shards=SHARDS))
+        ended = await store.list_timers(ListQuery(namespace=FULL.namespace, num_shards=SHARDS, endings=EVERY_ENDING))
+        assert found.timer
+        assert found.reached
+        assert waiting.timers
+        assert ended.reached
+        for answer in (
+            found,
+            waiting,
+            ended,
+            await load_one(store, 0, BEFORE_ALL, 1 << 53, 1),
+            await store.shards(),
+            await store.members(),
+            await store.namespaces(),
+            await store.heartbeat("m", 2),
+        ):
+            assert _strange_types(answer) == set()
 
     async def test_ids_that_look_alike_are_different_timers(self, store: Store, fence: Fence) -> None:
         timers = [make_timer(timer_id, payload=str(index)) for index, timer_id in enumerate(ALIKE_IDS)]
