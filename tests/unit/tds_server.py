@@ -1,0 +1,151 @@
+"""A server that speaks as much of SQL Server's protocol (TDS 7.4) as its driver asks for, and answers as it is told.
+
+It knows no SQL. It is for what only a driver can show: which exception an error becomes, and what is known when an
+answer does not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Self
+
+Answer = Callable[[str], bytes | None]
+"""Of what was said: what to send; None: hang up."""
+
+_PRELOGIN, _LOGIN, _BATCH, _RPC, _ATTENTION = 0x12, 0x10, 0x01, 0x03, 0x06
+_DONE, _ERROR, _ENVCHANGE, _LOGIN_ACK, _COLUMNS, _ROW = b"\xfd", b"\xaa", b"\xe3", b"\xad", b"\x81", b"\xd1"
+
+
+def done(status: int = 0) -> bytes:
+    return _DONE + struct.pack("<HHQ", status, 0, 0)
+
+
+def more() -> bytes:
+    return done(0x11)  # a row was met, and another result follows
+
+
+def error(number: int, text: str, severity: int = 16) -> bytes:
+    said = struct.pack("<H", len(text)) + text.encode("utf-16le")
+    body = struct.pack("<iBB", number, 1, severity) + said + _short("stand-in") + _short("") + struct.pack("<i", 1)
+    return _ERROR + struct.pack("<H", len(body)) + body
+
+
+def failed(number: int, text: str, severity: int = 16) -> bytes:
+    return error(number, text, severity) + done(0x02)
+
+
+def numbers(*rows: tuple[int, ...]) -> bytes:
+    """A result of bigints."""
+    column = struct.pack("<IH", 0, 8) + b"\x7f"
+    head = _COLUMNS + struct.pack("<H", len(rows[0])) + b"".join(column + _short(f"c{n}") for n in range(len(rows[0])))
+    return head + b"".join(_ROW + struct.pack(f"<{len(row)}q", *row) for row in rows)
+
+
+def _short(text: str) -> bytes:
+    return bytes([len(text)]) + text.encode("utf-16le")
+
+
+def _change(kind: int, new: str) -> bytes:
+    body = bytes([kind]) + _short(new) + _short("")
+    return _ENVCHANGE + struct.pack("<H", len(body)) + body
+
+
+def _welcome() -> bytes:
+    acknowledged = b"\x01\x74\x00\x00\x04" + _short("Microsoft SQL Server") + b"\x10\x00\x10\x64"
+    collation = _ENVCHANGE + struct.pack("<H", 8) + b"\x07\x05\x09\x04\xd0\x00\x34\x00"
+    return (
+        _change(1, "test") + collation + _LOGIN_ACK + struct.pack("<H", len(acknowledged)) + acknowledged
+        + _change(4, "4096") + done()
+    )  # fmt: skip
+
+
+def _prelogin() -> bytes:
+    """No encryption, no instance, no more than one thing at a time."""
+    options = [(0, b"\x10\x00\x10\x64\x00\x00"), (1, b"\x02"), (2, b"\x00"), (3, b""), (4, b"\x00")]
+    start, heads, data = 5 * len(options) + 1, b"", b""
+    for number, value in options:
+        heads += struct.pack(">BHH", number, start + len(data), len(value))
+        data += value
+    return heads + b"\xff" + data
+
+
+class TdsServer:
+    """`said`: everything, in order; the text of a batch, or of what a call carries."""
+
+    def __init__(self, answer: Answer, login: bytes | None = None) -> None:
+        self.answer, self.login = answer, login or _welcome()
+        self.said: list[str] = []
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def url(self) -> str:
+        return f"sqlserver://me:secret@127.0.0.1:{self.port}/test?encrypt=no"
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                link, _ = self._socket.accept()
+                threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+
+    def _serve(self, link: socket.socket) -> None:
+        with link, contextlib.suppress(OSError, EOFError):
+            while (answer := self._reply(*_message(link))) is not None:
+                _send(link, answer)
+
+    def _reply(self, kind: int, body: bytes) -> bytes | None:
+        if kind == _PRELOGIN:
+            return _prelogin()
+        if kind == _LOGIN:
+            return self.login
+        if kind == _ATTENTION:
+            return done(0x20)
+        said = _text(kind, body[struct.unpack("<I", body[:4])[0] :])
+        self.said.append(said)
+        answer = self.answer(said)
+        # A call is answered with its return value, and ends as one.
+        return answer if kind == _BATCH or answer is None else answer[:-13] + b"\x79\0\0\0\0\xfe" + answer[-12:]
+
+
+def _text(kind: int, body: bytes) -> str:
+    """Of a call, where nothing says how its texts are aligned, both ways to read it."""
+    if kind == _BATCH:
+        return body.decode("utf-16le", "replace")
+    return body.decode("utf-16le", "replace") + body[1:].decode("utf-16le", "replace")
+
+
+def _message(link: socket.socket) -> tuple[int, bytes]:
+    body = b""
+    while True:
+        kind, status, length = struct.unpack(">BBH", _exactly(link, 8)[:4])
+        body += _exactly(link, length - 8)
+        if status & 1:
+            return kind, body
+
+
+def _exactly(link: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        part = link.recv(count - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return found
+
+
+def _send(link: socket.socket, body: bytes) -> None:
+    while True:
+        part, body = body[:4_000], body[4_000:]
+        link.sendall(struct.pack(">BBHHBB", 4, 0 if body else 1, len(part) + 8, 0, 1, 0) + part)
+        if not body:
+            return
