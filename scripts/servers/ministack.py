@@ -51,7 +51,7 @@ class Ministack(Server):
 
     def url(self, database: str = "") -> str:
         """DynamoDB knows no databases: the name is what the names of the tables begin with."""
-        return f"dynamodb://127.0.0.1:{self.port}/{database}"
+        return f"dynamodb://test:test@us-east-1/{database or 'duetime'}?endpoint=http://127.0.0.1:{self.port}/"
 
 
 def _install(folder: Path) -> None:
