@@ -83,7 +83,7 @@ class Lane:
                 continue  # dropped, or recovering: it comes back by itself
             if shard.pending:
                 self.written(shard)
-            room -= len(shard.committing)
+            room -= shard.committing_rows
             chars -= shard.committing_chars
             taken.append((shard, self._with_low_water(shard, batch)))
         return taken

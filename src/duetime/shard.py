@@ -143,6 +143,7 @@ class Shard:
         self.entries: dict[TimerKey, Entry] = {}
         self.pending: dict[TimerKey, Op] = {}
         self.committing: dict[TimerKey, Op] = {}
+        self.committing_rows = 0
         self.committing_chars = 0
         self.recovering = False  # the outcome of a commit is unknown: nothing is written or fired until it is known
         self.closing = False  # draining: no new wishes
@@ -251,14 +252,17 @@ class Shard:
     # --- committing: called by the lane -----------------------------------------------------------
 
     def next_batch(self, room: int, chars: int) -> Batch | None:
-        """Up to `room` Ops, and about so many characters of payload, as a batch; they are committing from now on."""
+        """Ops of up to `room` rows, and about so many characters of payload, as a batch; they are committing from now
+        on. At least one, whatever it weighs."""
         if self.recovering or self.dropped or self.committing or not self.pending:
             return None
-        taken, self.committing_chars = 0, 0
+        taken = self.committing_rows = self.committing_chars = 0
         for op in self.pending.values():
-            if taken == room or self.committing_chars >= chars:
+            rows = self.committing_rows + 1 + len(op.reached)
+            if taken and (rows > room or self.committing_chars >= chars):
                 break
             taken += 1
+            self.committing_rows = rows
             self.committing_chars += op.payload_chars
         if taken == len(self.pending):
             self.committing, self.pending = self.pending, {}

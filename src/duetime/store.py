@@ -48,7 +48,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     """How a store likes to be used. The only difference between stores that anything else may see."""
 
     name: str
-    batch_max: int  # operations in one commit call, all shards together
+    batch_max: int  # rows in one commit call: puts, deletes and reached, all shards together
     batch_chars_max: int = 8 * 1024 * 1024  # of payloads in one commit call; a single larger one is let through
     payload_bytes_max: int
     lanes: int  # commits that may usefully be in flight at once

@@ -558,6 +558,18 @@ def test_case_38_a_commit_is_bounded_by_the_size_of_its_payloads_too() -> None:
     on_store(LightBatches, story)
 
 
+def test_case_38_the_end_of_a_timer_is_two_rows_of_a_commit() -> None:
+    async def story(world: World, store: SmallBatches) -> None:
+        await asyncio.gather(*(world.create(f"t{n}", 1_000) for n in range(50)))
+        store.sizes.clear()
+        await asyncio.sleep(10)
+        assert len(world.destinations.called()) == 50
+        assert sum(store.sizes) == 100
+        assert max(store.sizes) <= SmallBatches.capabilities.batch_max + 1, "the last one begun is not torn apart"
+
+    on_store(SmallBatches, story)
+
+
 class LightBatches(MemoryStore):
     capabilities = replace(MemoryStore.capabilities, batch_chars_max=1_000)
 
@@ -580,7 +592,7 @@ class SmallBatches(MemoryStore):
         self.before_part: tuple[int, Callable[[], Awaitable[object]]] = (-1, lambda: asyncio.sleep(0))
 
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
-        self.sizes.append(sum(len(batch.puts) for batch in batches))
+        self.sizes.append(sum(len(batch.puts) + len(batch.deletes) + len(batch.reached) for batch in batches))
         at, act = self.before_part
         if len(self.sizes) == at:
             await act()

@@ -49,9 +49,9 @@ ATTEMPT_SECONDS = 3.0
 MEMBERSHIP_SECONDS = 1.5  # half a lease: a heartbeat that hangs leaves time for another one, on a new connection
 MEMBERSHIP_ATTEMPT_SECONDS = 0.7
 
-# A transaction takes 100 actions and 4 MB. An operation is a timer put or deleted and, rarely, more than one end of it;
-# characters may be four bytes each. An item takes 400 KB, payload, headers and all.
-_OPERATIONS_MAX = (dynamodb_calls.ACTIONS_MAX - 1) // 3
+# A transaction takes 100 actions and 4 MB: the fence and a row each. Characters may be four bytes each. An item takes
+# 400 KB, payload, headers and all.
+_ROWS_MAX = dynamodb_calls.ACTIONS_MAX - 1
 _CHARS_MAX = 384 * 1024
 _PAYLOAD_BYTES_MAX = 320 * 1024
 
@@ -59,7 +59,7 @@ _PAYLOAD_BYTES_MAX = 320 * 1024
 class DynamoStore:
     capabilities = Capabilities(
         name="dynamodb",
-        batch_max=_OPERATIONS_MAX,
+        batch_max=_ROWS_MAX,
         batch_chars_max=_CHARS_MAX,
         payload_bytes_max=_PAYLOAD_BYTES_MAX,
         lanes=LANES,

@@ -303,7 +303,8 @@ class Link:
     async def run(self, work: Work[T]) -> T:
         task = asyncio.ensure_future(work(self))
         try:
-            await asyncio.wait({task, self._given_up}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {task, self._given_up}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             raise ConnectionAbortedError("the connection was given up")
