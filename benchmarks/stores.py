@@ -203,6 +203,24 @@ def rounded(value: Any) -> Any:
     return value
 
 
+# --- as a table ----------------------------------------------------------------------------------
+
+
+def table(result: dict[str, Any]) -> str:
+    """For docs/operating/databases.md, which a test compares with the figures on record."""
+    lines = [
+        "| | timers/s by commits of 1 | of 10 | of 100 | of 1,000 | loaded/s | settled/s | 16 claims | heartbeat |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, figures in result["stores"].items():
+        rates = " | ".join(f"{figures['commit'][str(size)]['rows_per_s']:,.0f}" for size in SIZES)
+        rest = f"{figures['load_rows_per_s']:,.0f} | {figures['settle_timers_per_s']:,.0f}"
+        lines.append(
+            f"| {name} | {rates} | {rest} | {figures['claim_16_shards_ms']:.1f} ms | {figures['heartbeat_ms']:.1f} ms |"
+        )
+    return "\n".join(lines)
+
+
 # --- the plot ------------------------------------------------------------------------------------
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW = 860, 110, 30, 84, 34

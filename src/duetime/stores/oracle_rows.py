@@ -144,4 +144,4 @@ SHARD: Final = (
 def shard_row(row: Row) -> ShardRow:
     """Of a row of SHARD."""
     low_water = BEFORE_ALL if row[6] is None else Position(*msgspec.json.decode(row[6]))
-    return ShardRow(*row[:4], as_was(row[4]), ms(row[5]), low_water)
+    return ShardRow(row[0], row[1], row[2], row[3], as_was(row[4]), ms(row[5]), low_water)
