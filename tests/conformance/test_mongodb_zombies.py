@@ -1,0 +1,346 @@
+"""MongoDB, by hand: a fenced write and a claim in every order of their steps, in real sessions and transactions.
+
+The conformance suite races them; here each does what it is told to, and a fence that only reads is caught. MongoDB
+makes a transaction fail at once where another one has written and not ended yet, and a lone write wait for it. And a
+transaction outlives its connection: that of an owner who died has to be ended by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from pymongo.errors import AutoReconnect, OperationFailure, ServerSelectionTimeoutError
+
+from duetime.errors import OutcomeUnknown, ShardLost, StoreUnavailable
+from duetime.model import Position
+from duetime.store import Batch, Claim, Fence
+from duetime.stores import mongodb_operations
+from duetime.stores.mongodb import MongoStore, wipe
+from duetime.stores.mongodb_link import Talk, begin
+from duetime.testing import make_reached, make_timer
+from duetime.testing.conformance.harness import all_reached, all_timers, take
+from servers import fresh_database, require
+
+KEPT = make_timer("kept", 5)
+OVER = make_reached(make_timer("over"), purge_at_ms=5)
+EVERYTHING = [make_timer("new")], [KEPT.key], [make_reached(KEPT)], Position(1, 2, 3)
+
+Run = mongodb_operations.Run
+Write = Callable[[Run, Fence], Awaitable[Sequence[Any]]]
+
+WRITES: dict[str, Write] = {
+    "put": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, [make_timer("new")])]),
+    "replace": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, [make_timer("kept", 9)])]),
+    "delete": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, (), [KEPT.key])]),
+    "reached": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, reached=[make_reached(KEPT)])]),
+    "low water": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, low_water=Position(1, 2, 3))]),
+    "everything": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, *EVERYTHING)]),
+    "purge": lambda run, fence: mongodb_operations.purge_reached(run, [fence], 1_000, 10),
+    "release": lambda run, fence: mongodb_operations.release(run, [fence]),
+}
+WRITE_CONFLICT, NO_SUCH_TRANSACTION = 112, 251
+
+
+class Scene:
+    """The old owner's session, in which a transaction goes step by step; a session of the new one; and two stores."""
+
+    def __init__(self, old: MongoStore, new: MongoStore) -> None:
+        self.store, self.new_store = old, new
+        self.a: Talk = old._open.commits._talks[0]
+        self.b: Talk = new._open.commits._talks[0]
+
+    async def contents(self) -> tuple[object, ...]:
+        """But for the shards, which a claim changes."""
+        return await all_timers(self.store), await all_reached(self.store), (await self.row()).low_water
+
+    async def row(self) -> Any:
+        return (await self.store.shards())[0]
+
+    async def filled(self) -> Fence:
+        fence = await take(self.store, 0)
+        await self.store.commit([Batch(fence, [KEPT], (), [OVER])])
+        return fence
+
+    async def step(self, name: str, fence: Fence) -> Sequence[Any]:
+        """A's write in its open transaction, not committed."""
+        return await WRITES[name](lambda work: work(self.a), fence)
+
+    async def honestly(self, name: str, fence: Fence) -> Sequence[Any]:
+        """A's write as the store does it: a transaction that is run again when it conflicts."""
+        return await WRITES[name](self.store._open.commits.transaction, fence)
+
+    async def claim_alone(self, fence: Fence, talk: Talk | None = None) -> Fence:
+        """B's claim, without ending A's sessions first."""
+        claim = Claim(0, fence.version, -7, "b", "host:2", 1)
+        talk = talk or self.new_store._open.changes._talks[0]
+        done = await talk.timers.bulk_write([mongodb_operations.claim_update(claim, [])], session=talk.session)
+        assert done.modified_count == 1
+        return Fence(0, fence.version + 1, -7)
+
+
+@pytest.fixture(scope="module")
+def shared_url() -> str:
+    return fresh_database(require("mongodb"))
+
+
+@pytest.fixture(params=["in one command", "in several commands"])
+async def scene(
+    shared_url: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Scene]:
+    if request.param == "in several commands":
+        monkeypatch.setattr(mongodb_operations, "FEW", -1)
+    await MongoStore.from_url(shared_url).migrate()
+    await wipe(shared_url)
+    stores = [MongoStore.from_url(shared_url) for _ in range(2)]
+    for store in stores:
+        await store.open()
+    await stores[0].ensure_shards(4)
+    yield Scene(*stores)
+    for store in stores:
+        await store.close()
+
+
+def was_refused(answer: Sequence[Any]) -> bool:
+    return isinstance(answer[0], ShardLost)
+
+
+async def still_waits(task: asyncio.Future[Any], scene: Scene) -> None:
+    """Until the server itself reports that the claim has met a conflict again and again, and goes on trying."""
+    admin = scene.a.db.client.admin
+    for _ in range(1_000):
+        ops = (await admin.command({"currentOp": 1, "op": "update", "active": True}))["inprog"]
+        if any(op.get("writeConflicts", 0) > 5 for op in ops):
+            assert not task.done()
+            return
+        assert not task.done(), "it does not wait"
+        await asyncio.sleep(0.005)
+    raise AssertionError("it does not wait")
+
+
+@pytest.mark.parametrize("name", WRITES)
+async def test_a_write_that_meets_a_claim_under_way_conflicts_and_leaves_nothing(scene: Scene, name: str) -> None:
+    fence = await scene.filled()
+    before = await scene.contents()
+    await begin(scene.b)
+    await scene.claim_alone(fence, scene.b)
+    await begin(scene.a)
+    with pytest.raises(OperationFailure) as met:
+        await scene.step(name, fence)
+    assert met.value.code == WRITE_CONFLICT
+    assert met.value.has_error_label("TransientTransactionError")
+    await scene.a.session.abort_transaction()
+    write = asyncio.ensure_future(scene.honestly(name, fence))
+    await scene.b.session.commit_transaction()
+    assert was_refused(await write), "run again until the claim was decided"
+    assert await scene.contents() == before
+    assert (await scene.row()).fence == Fence(0, fence.version + 1, -7)
+
+
+@pytest.mark.parametrize("name", WRITES)
+async def test_a_write_that_meets_a_claim_which_is_given_up_goes_on(scene: Scene, name: str) -> None:
+    fence = await scene.filled()
+    before = await scene.contents(), await scene.row()
+    await begin(scene.b)
+    await scene.claim_alone(fence, scene.b)
+    write = asyncio.ensure_future(scene.honestly(name, fence))
+    await asyncio.sleep(0)
+    await scene.b.session.abort_transaction()
+    assert not was_refused(await write)
+    assert (await scene.contents(), await scene.row()) != before
+
+
+@pytest.mark.parametrize("name", WRITES)
+async def test_a_write_whose_snapshot_is_older_than_the_claim_conflicts(scene: Scene, name: str) -> None:
+    """It would still read its own fence; it cannot write it."""
+    fence = await scene.filled()
+    await begin(scene.a)
+    [seen] = await mongodb_operations._shards_of(scene.a, [fence])  # the snapshot is taken here
+    await scene.claim_alone(fence)
+    before = await scene.contents()
+    [seen_again] = await mongodb_operations._shards_of(scene.a, [fence])
+    assert seen_again == seen
+    with pytest.raises(OperationFailure) as met:
+        await scene.step(name, fence)
+    assert met.value.code == WRITE_CONFLICT
+    await scene.a.session.abort_transaction()
+    assert await scene.contents() == before
+
+
+@pytest.mark.parametrize("name", [name for name in WRITES if name != "release"])
+async def test_a_claim_waits_for_a_write_that_has_its_fence_and_sees_all_of_it(scene: Scene, name: str) -> None:
+    fence = await scene.filled()
+    before = await scene.contents()
+    await begin(scene.a)
+    assert not was_refused(await scene.step(name, fence))
+    claim = asyncio.ensure_future(scene.claim_alone(fence))
+    await still_waits(claim, scene)
+    assert await scene.contents() == before, "not committed yet"
+    await scene.a.session.commit_transaction()
+    taken = await claim
+    assert (await scene.row()).fence == taken
+    assert await scene.contents() != before, "the claim changes the owner and nothing else"
+
+
+@pytest.mark.parametrize("name", WRITES)
+async def test_the_next_owner_ends_a_write_that_stands_still_and_nothing_of_it_is_left(scene: Scene, name: str) -> None:
+    """Frozen, or dead: without that its transaction would hold the shard for a minute."""
+    fence = await scene.filled()
+    before = await scene.contents()
+    await begin(scene.a)
+    assert not was_refused(await scene.step(name, fence))
+    claim = Claim(0, fence.version, -7, "b", "host:2", 1)
+    [row] = await asyncio.wait_for(scene.new_store.claim([claim]), 5)
+    assert (row.version, row.nonce) == (fence.version + 1, -7)
+    with pytest.raises(OperationFailure) as met:  # thawed, it goes on where it was
+        await scene.a.session.commit_transaction()
+    assert met.value.code == NO_SUCH_TRANSACTION
+    assert met.value.has_error_label("TransientTransactionError"), "certain: not committed"
+    assert await scene.contents() == before
+    assert was_refused(await scene.honestly(name, fence))
+    assert await scene.contents() == before
+    assert not was_refused(await WRITES[name](scene.new_store._open.commits.transaction, row.fence))
+
+
+@pytest.mark.parametrize("name", WRITES)
+async def test_a_write_after_the_claim_leaves_nothing(scene: Scene, name: str) -> None:
+    fence = await scene.filled()
+    taken = await scene.claim_alone(fence)
+    before = await scene.contents()
+    assert was_refused(await scene.honestly(name, fence))
+    assert await scene.contents() == before
+    assert not was_refused(await scene.honestly(name, taken))
+
+
+@pytest.mark.parametrize("name", ["put", "everything", "purge"])
+async def test_a_fence_that_only_reads_lets_the_zombie_write_and_is_noticed(
+    scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above can fail: a transaction that looks at its fence and does not change it never conflicts."""
+
+    async def only_look(talk: Talk, fences: Sequence[Fence], *_: object) -> set[int]:
+        rows = await mongodb_operations._shards_of(talk, fences)
+        return {row["shard_id"] for row, fence in zip(rows, fences, strict=True) if row["shard_nonce"] == fence.nonce}
+
+    monkeypatch.setattr(mongodb_operations, "hold", only_look)
+    monkeypatch.setattr(mongodb_operations, "FEW", -1)
+    fence = await scene.filled()
+    before = await scene.contents()
+    await begin(scene.a)
+    assert not was_refused(await scene.step(name, fence))
+    await asyncio.wait_for(scene.claim_alone(fence), 5)  # it does not wait at all
+    assert (await scene.row()).nonce == -7
+    assert await scene.contents() == before
+    await scene.a.session.commit_transaction()
+    assert await scene.contents() != before, "the zombie's write, after the claim was acknowledged"
+
+
+@pytest.mark.parametrize("act", ["commit", "purge", "release"])
+async def test_one_lost_shard_among_many_that_conflicted_does_not_hurt_the_others(scene: Scene, act: str) -> None:
+    fences = [await take(scene.store, shard_id) for shard_id in range(4)]
+    await begin(scene.b)
+    await scene.claim_alone(fences[0], scene.b)
+    run = scene.store._open.commits.transaction
+    acts: dict[str, Callable[[], Awaitable[Sequence[Any]]]] = {
+        "commit": lambda: mongodb_operations.commit(
+            run, [Batch(fence, [make_timer()], low_water=Position(4, 5, 6)) for fence in fences]
+        ),
+        "purge": lambda: mongodb_operations.purge_reached(run, fences, 10, 10),
+        "release": lambda: mongodb_operations.release(run, fences),
+    }
+    task = asyncio.ensure_future(acts[act]())
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    await scene.b.session.commit_transaction()
+    assert [isinstance(result, ShardLost) for result in await task] == [True, False, False, False]
+    rows = await scene.store.shards()
+    if act == "commit":
+        assert [row.low_water == Position(4, 5, 6) for row in rows] == [False, True, True, True]
+    if act == "release":
+        assert [row.owner_id for row in rows] == ["b", None, None, None]
+
+
+async def test_an_owner_whose_sessions_are_ended_by_a_claim_of_another_shard_just_goes_on(scene: Scene) -> None:
+    fences = [await take(scene.store, shard_id) for shard_id in range(2)]
+    writes = [asyncio.ensure_future(scene.store.commit([Batch(fences[0], [make_timer(f"n-{n}")])])) for n in range(40)]
+    nonce = -1
+    while not all(write.done() for write in writes):
+        version = (await scene.new_store.shards())[1].version
+        # As the engine would never do it: taken from the living, and given back to it.
+        await scene.new_store.claim([Claim(1, version, nonce, "b", "host:2", 1)])
+        await scene.store.claim([Claim(1, version + 1, nonce, "a", "host:1", 1)])
+        nonce -= 1
+    assert not any(was_refused(answer) for answer in await asyncio.gather(*writes))
+    assert len(await all_timers(scene.store)) == 40
+
+
+async def test_a_transaction_that_another_one_keeps_out_gives_up_at_its_deadline(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fence = await scene.filled()
+    monkeypatch.setattr(scene.store._open.commits, "_deadline_seconds", 0.3)
+    await begin(scene.b)
+    await scene.claim_alone(fence, scene.b)
+    with pytest.raises(StoreUnavailable):
+        await scene.honestly("put", fence)
+    await scene.b.session.abort_transaction()
+    assert not was_refused(await scene.honestly("put", fence))
+
+
+@pytest.mark.parametrize("applied", [True, False])
+@pytest.mark.parametrize("last", [ServerSelectionTimeoutError, AutoReconnect])
+async def test_a_commit_that_is_never_answered_is_unknown_whatever_failed_last(
+    scene: Scene, applied: bool, last: type[AutoReconnect], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first answer is lost, and then nobody is there to ask: that none could be asked says nothing of the first."""
+    fence = await scene.filled()
+    honest, asked = scene.a.session.commit_transaction, 0
+
+    async def commit_transaction() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1 and applied:
+            await honest()
+        error = AutoReconnect("lost") if asked == 1 else last("nobody there")
+        error._add_error_label("UnknownTransactionCommitResult")
+        raise error
+
+    monkeypatch.setattr(scene.a.session, "commit_transaction", commit_transaction)
+    monkeypatch.setattr(scene.store._open.commits, "_deadline_seconds", 0.3)
+    with pytest.raises(OutcomeUnknown):
+        await scene.honestly("put", fence)
+    assert asked > 1
+    monkeypatch.setattr(scene.a.session, "commit_transaction", honest)
+    [row] = await scene.store.claim([Claim(0, fence.version, 9, "a", "host:1", 1)])  # as the engine does then
+    assert (row.version, row.nonce) == (fence.version + 1, 9)
+    assert (make_timer("new") in await all_timers(scene.store)) == applied
+
+
+async def test_commits_claims_purges_and_releases_of_many_shards_never_stop_each_other(scene: Scene) -> None:
+    store, shards = scene.store, range(4)
+    fences = [await take(store, shard_id) for shard_id in shards]
+
+    async def commits(turn: int) -> None:
+        for number in range(10):
+            order = fences if (turn + number) % 2 else fences[::-1]
+            low_water = Position(number, 0, 0) if number % 3 == 0 else None
+            writer = store if turn % 2 else scene.new_store  # the fence is what counts, not who holds it
+            done = await writer.commit(
+                [Batch(f, [make_timer(f"{turn}-{number}")], (), [OVER], low_water) for f in order]
+            )
+            assert not any(isinstance(result, ShardLost) for result in done)
+
+    async def purges() -> None:
+        for number in range(10):
+            await store.purge_reached(fences if number % 2 else fences[::-1], 1_000, 5)
+
+    async def claims() -> None:
+        for number in range(10):
+            order = shards if number % 2 else shards[::-1]
+            await store.claim([Claim(shard_id, 99, 1, "x", "y", 1) for shard_id in order])  # never that version
+
+    await asyncio.gather(*(commits(turn) for turn in range(4)), purges(), claims())
+    assert len(await all_timers(store)) == 40
+    assert await store.release(fences[::-1]) == [None] * 4
