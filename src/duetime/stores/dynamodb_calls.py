@@ -15,10 +15,9 @@ does: owners are buried seconds after their last word, and what has no answer is
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
@@ -36,7 +35,7 @@ from duetime.stores.dynamodb_errors import CONDITION_FAILED, Refused
 from duetime.stores.dynamodb_items import number, text
 from duetime.stores.dynamodb_link import Run
 from duetime.stores.dynamodb_reads import Tables, all_of, rows_by_position
-from duetime.stores.fencing import NOTHING_REPLACED, in_steps, lost, turns
+from duetime.stores.fencing import NOTHING_REPLACED, as_a_whole, each_by_itself, in_steps, lost
 from duetime.stores.rows import as_json, bound_ms, decode_namespace
 
 __all__ = [
@@ -66,52 +65,6 @@ _ROUNDS_MAX: Final = 8  # of guesses: whoever owns the shard is right after the 
 
 _ALL_OLD: Final = {"ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
 _HOLDS: Final = "shard_version = :version AND shard_nonce = :nonce AND attribute_exists(shard_owner_id)"
-
-
-# --- many at once --------------------------------------------------------------------------------
-
-
-async def _side_by_side(
-    wishes: Sequence[T], shard_ids: Sequence[int], act: Callable[[T], Coroutine[Any, Any, R]]
-) -> list[R]:
-    """Each shard's wishes one after the other, those of different shards at once; answers in the order of the wishes.
-
-    If one fails and another was applied, it is no longer true that nothing was.
-    """
-    tried = await _tried_side_by_side(wishes, shard_ids, act)
-    failures = [answer.error for answer in tried if isinstance(answer, _Failure)]
-    answers = [answer for answer in tried if not isinstance(answer, _Failure)]
-    for failure in failures:
-        if not isinstance(failure, StoreUnavailable):
-            raise failure
-    if failures and not all(isinstance(answer, ShardLost) for answer in answers):
-        raise OutcomeUnknown(str(failures[0])) from failures[0]
-    if failures:
-        raise failures[0]
-    return answers
-
-
-async def _tried_side_by_side(
-    wishes: Sequence[T], shard_ids: Sequence[int], act: Callable[[T], Coroutine[Any, Any, R]]
-) -> list[R | _Failure]:
-    answers: dict[int, R | _Failure] = {}
-    for turn in turns(shard_ids):
-        answers.update(zip(turn, await asyncio.gather(*(_tried(act(wishes[i])) for i in turn)), strict=True))
-    return [answers[index] for index in range(len(wishes))]
-
-
-class _Failure:
-    """An error that was raised; a ShardLost may also be one that was answered."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-async def _tried(act: Coroutine[Any, Any, R]) -> R | _Failure:
-    try:
-        return await act
-    except Exception as error:
-        return _Failure(error)
 
 
 # --- fences --------------------------------------------------------------------------------------
@@ -225,7 +178,7 @@ async def shards(run: Run, tables: Tables) -> list[ShardRow]:
 async def ensure_shards(read: Run, write: Run, tables: Tables, count: int) -> None:
     there = {row.shard_id for row in await shards(read, tables)}
     missing = [shard_id for shard_id in range(count) if shard_id not in there]
-    await _side_by_side(missing, missing, lambda shard_id: _ensure_shard(write, tables, shard_id))
+    as_a_whole(await each_by_itself(missing, missing, lambda shard_id: _ensure_shard(write, tables, shard_id)))
 
 
 async def _ensure_shard(run: Run, tables: Tables, shard_id: int) -> None:
@@ -239,7 +192,7 @@ async def _ensure_shard(run: Run, tables: Tables, shard_id: int) -> None:
 
 
 async def claim(run: Run, tables: Tables, claims: Sequence[Claim]) -> list[ShardRow]:
-    answers = await _side_by_side(claims, [c.shard_id for c in claims], lambda c: _claim(run, tables, c))
+    answers = as_a_whole(await each_by_itself(claims, [c.shard_id for c in claims], lambda c: _claim(run, tables, c)))
     rows = {row.shard_id: row for row in answers}  # of several claims of one shard, as the last one left it
     return [rows[claim.shard_id] for claim in claims]
 
@@ -270,7 +223,7 @@ async def _claim(run: Run, tables: Tables, claim: Claim) -> ShardRow:
 
 
 async def release(run: Run, tables: Tables, fences: Sequence[Fence]) -> list[ShardLost | None]:
-    return await _side_by_side(fences, [f.shard_id for f in fences], lambda f: _release(run, tables, f))
+    return as_a_whole(await each_by_itself(fences, [f.shard_id for f in fences], lambda f: _release(run, tables, f)))
 
 
 async def _release(run: Run, tables: Tables, fence: Fence) -> ShardLost | None:
@@ -300,16 +253,7 @@ async def _release(run: Run, tables: Tables, fence: Fence) -> ShardLost | None:
 async def commit(read: Run, write: Run, tables: Tables, batches: Sequence[Batch]) -> list[Committed | StoreError]:
     """Each fares by itself: one shard that is too busy does not hold up the others."""
     shard_ids = [batch.fence.shard_id for batch in batches]
-    tried = await _tried_side_by_side(batches, shard_ids, lambda batch: _commit(read, write, tables, batch))
-    results: list[Committed | StoreError] = []
-    for answer in tried:
-        if not isinstance(answer, _Failure):
-            results.append(answer)
-        elif isinstance(answer.error, StoreError):
-            results.append(answer.error)
-        else:
-            raise answer.error
-    return results
+    return await each_by_itself(batches, shard_ids, lambda batch: _commit(read, write, tables, batch))
 
 
 async def _commit(read: Run, write: Run, tables: Tables, batch: Batch) -> Committed | ShardLost:
@@ -362,7 +306,9 @@ async def purge_reached(
     read: Run, write: Run, tables: Tables, fences: Sequence[Fence], before_ms: int, limit: int
 ) -> list[int | ShardLost]:
     shard_ids = [fence.shard_id for fence in fences]
-    return await _side_by_side(fences, shard_ids, lambda f: _purge(read, in_steps(write), tables, f, before_ms, limit))
+    return as_a_whole(
+        await each_by_itself(fences, shard_ids, lambda f: _purge(read, in_steps(write), tables, f, before_ms, limit))
+    )
 
 
 async def _purge(read: Run, write: Run, tables: Tables, fence: Fence, before_ms: int, limit: int) -> int | ShardLost:

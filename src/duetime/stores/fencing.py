@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar, cast
 
-from duetime.errors import OutcomeUnknown, ShardLost, StoreUnavailable
+from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.store import Batch, Committed, Fence
 
-__all__ = ["NOTHING_REPLACED", "committed", "in_steps", "lost", "turns"]
+__all__ = ["NOTHING_REPLACED", "as_a_whole", "committed", "each_by_itself", "in_steps", "lost", "turns"]
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 NOTHING_REPLACED: Final = Committed()
@@ -65,3 +67,34 @@ def in_steps(run: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         return answer
 
     return step
+
+
+async def each_by_itself(
+    wishes: Sequence[T], shard_ids: Sequence[int], act: Callable[[T], Awaitable[R]]
+) -> list[R | StoreError]:
+    """Where each shard is written by itself: a shard's wishes one after the other, those of different shards at once.
+
+    In the order of the wishes; the error of one is its answer.
+    """
+    answers: dict[int, R | StoreError] = {}
+    for turn in turns(shard_ids):
+        tried = await asyncio.gather(*(act(wishes[index]) for index in turn), return_exceptions=True)
+        for index, answer in zip(turn, tried, strict=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
+                raise answer
+            answers[index] = answer
+    return [answers[index] for index in range(len(wishes))]
+
+
+def as_a_whole(answers: Sequence[R | StoreError]) -> list[R]:
+    """For a call that succeeds or fails as a whole; a ShardLost is an answer like any other. If one failed and another
+    was applied, it is no longer true that nothing was."""
+    failures = [answer for answer in answers if isinstance(answer, StoreError) and not isinstance(answer, ShardLost)]
+    certain = [failure for failure in failures if isinstance(failure, StoreUnavailable)]
+    if len(certain) < len(failures):
+        raise next(failure for failure in failures if not isinstance(failure, StoreUnavailable))
+    if certain and any(not isinstance(answer, StoreError) for answer in answers):
+        raise OutcomeUnknown(certain[0].detail) from certain[0]
+    if certain:
+        raise certain[0]
+    return cast("list[R]", list(answers))
