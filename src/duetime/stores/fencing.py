@@ -74,15 +74,25 @@ async def each_by_itself(
 ) -> list[R | StoreError]:
     """Where each shard is written by itself: a shard's wishes one after the other, those of different shards at once.
 
-    In the order of the wishes; the error of one is its answer.
+    In the order of the wishes; the error of one is its answer. After one that failed, none of the same shard is tried:
+    who knows what stands there.
     """
     answers: dict[int, R | StoreError] = {}
+    failed: dict[int, StoreError] = {}
+
+    async def one(index: int) -> None:
+        shard_id = shard_ids[index]
+        try:
+            if shard_id in failed:
+                raise failed[shard_id]
+            answers[index] = await act(wishes[index])
+        except StoreError as error:
+            answers[index] = failed[shard_id] = error
+
     for turn in turns(shard_ids):
-        tried = await asyncio.gather(*(act(wishes[index]) for index in turn), return_exceptions=True)
-        for index, answer in zip(turn, tried, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
-                raise answer
-            answers[index] = answer
+        for unforeseen in await asyncio.gather(*map(one, turn), return_exceptions=True):
+            if unforeseen is not None:
+                raise unforeseen
     return [answers[index] for index in range(len(wishes))]
 
 
