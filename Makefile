@@ -28,9 +28,10 @@ serve: $(RUN_READY) ## run a server on ./duetime.db at http://127.0.0.1:8463
 test: check ## set up and pass all tests: check, unit, docs, conformance, simulation, end to end
 	$(BIN)/python -m pytest $(TESTS)
 
-test-tidb: $(DEV_READY) ## the tests of MySQL's kind on TiDB too, which is built first (a quarter of an hour, 5 GB)
+test-tidb: $(DEV_READY) ## the tests of a database on TiDB too, which is built first (a quarter of an hour, 5 GB)
 	DUETIME_TEST_TIDB=1 $(BIN)/python -m pytest -k tidb \
-	  tests/conformance/test_mysql.py tests/conformance/test_mysql_zombies.py tests/e2e/test_mysql_setup.py
+	  tests/conformance/test_mysql.py tests/conformance/test_mysql_zombies.py tests/e2e/test_mysql_setup.py \
+	  tests/e2e/test_every_database.py
 
 check: $(DEV_READY) ## lint, format, strict types, layers
 	$(BIN)/ruff check .

@@ -221,6 +221,22 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def said_of(result: dict[str, Any], *names: str) -> str:
+    """For the page of a database: its figures, and how they stand to PostgreSQL's in the same run."""
+    beside = result["stores"]["postgres18"]["commit"]["100"]["rows_per_s"]
+    said = []
+    for name in names:
+        figures = result["stores"][name]
+        one, many, most = (figures["commit"][size]["rows_per_s"] for size in ("1", "100", "1000"))
+        said.append(
+            f"{name}: commits of 1, 100 and 1,000 timers make {one:,.0f}, {many:,.0f} and {most:,.0f} timers/s"
+            f" (of 100: {many / beside:.2f} times PostgreSQL 18), a commit of one takes"
+            f" {figures['commit']['1']['ms_per_commit']:.1f} ms, {figures['settle_timers_per_s']:,.0f} timers/s settle,"
+            f" {figures['load_rows_per_s']:,.0f}/s load."
+        )
+    return " ".join(said)
+
+
 # --- the plot ------------------------------------------------------------------------------------
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW = 860, 110, 30, 84, 34
