@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 from duetime.clock import Clock
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
@@ -46,7 +47,7 @@ class Lane:
         self._committed = committed
         self._dirty: deque[Shard] = deque()
         self._queued: set[Shard] = set()
-        self._pauses: dict[Shard, float] = {}  # of those whose last batch was refused
+        self._pauses: WeakKeyDictionary[Shard, float] = WeakKeyDictionary()  # of those whose last batch was refused
         self._resting: set[Shard] = set()
         self._wake = asyncio.Event()
         self._low_water_at_ms: dict[int, int] = {}
@@ -146,9 +147,7 @@ class Lane:
 
     def _rested(self, shard: Shard) -> None:
         self._resting.discard(shard)
-        if shard.dropped:
-            self._pauses.pop(shard, None)
-        elif shard.pending:
+        if shard.pending and not shard.dropped:
             self.written(shard)
 
 

@@ -391,7 +391,7 @@ async def _beaten(store: MySqlStore, counter: int) -> None:
 async def test_two_servers_of_mariadb_are_told_apart() -> None:
     with own("mariadb") as other:
         stores = [await ready(fresh_database(server)) for server in (require("mariadb"), other)]
-        found = [(await store._open.reads.read((f"SELECT {store._identity_sql}",)))[0][0][0] for store in stores]
+        found = [(await store._open.reads.read((f"SELECT {store._history_sql}",)))[0][0][0] for store in stores]
         await asyncio.gather(*(store.close() for store in stores))
     assert found[0]
     assert found[0] != found[1]

@@ -13,7 +13,7 @@ from scripts.servers import Postgres
 from duetime.errors import FailedOver, MemberDead, OutcomeUnknown, StoreError, StoreUnavailable
 from duetime.model import Timer
 from duetime.store import Batch, Claim, Committed, Fence, Member, Store, open_store
-from duetime.stores import postgres as adapter
+from duetime.stores import sql_store
 from duetime.testing import make_timer
 from duetime.testing.conformance.harness import all_timers, take
 from servers import at_port, fresh_database, own
@@ -82,8 +82,8 @@ class Link:
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "STATEMENT_SECONDS", 0.5)
-    monkeypatch.setattr(adapter, "MEMBERSHIP_SECONDS", 0.5)
+    monkeypatch.setattr(sql_store, "STATEMENT_SECONDS", 0.5)
+    monkeypatch.setattr(sql_store, "MEMBERSHIP_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -110,8 +110,10 @@ async def far(near: Store, link: Link, database_url: str) -> AsyncIterator[Store
     store = open_store(at_port(database_url, link.port))
     await store.open()
     fence = await take(store, 3)
-    await asyncio.gather(*(store.commit([Batch(fence, [make_timer(f"warm-{n}")])]) for n in range(adapter.LANES)))
-    await asyncio.gather(*(all_timers(store) for _ in range(adapter.READERS)))
+    await asyncio.gather(
+        *(store.commit([Batch(fence, [make_timer(f"warm-{n}")])]) for n in range(store.capabilities.lanes))
+    )
+    await asyncio.gather(*(all_timers(store) for _ in range(sql_store.READERS)))
     yield store
     await link.refuse()
     await store.close()

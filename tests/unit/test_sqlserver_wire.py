@@ -143,7 +143,7 @@ async def test_a_commit_that_is_not_answered_in_time_is_unknown_and_holds_up_nob
         write = line_to(server, lines, deadline_seconds=0.5).write
         membership = line_to(server, lines).write
         waiting = asyncio.ensure_future(sqlserver_sql.commit(write, BATCHES))
-        assert await sqlserver_sql.heartbeat(membership, "me", 1) == (1_700_000_000_000, "7")
+        assert await sqlserver_sql.heartbeat(membership, "me", 1, "") == (1_700_000_000_000, "7")
         with pytest.raises(OutcomeUnknown, match=r"no answer within 0\.5 s"):
             await asyncio.wait_for(waiting, 10)
         may_answer.set()

@@ -3,166 +3,27 @@
 It has never run against a server: none could be had. What can be known without one is tested; the conformance suite
 runs on whatever DUETIME_TEST_STORE names (docs/operating/oracle.md).
 
-Sessions are kept apart by what may wait for what: commits have one for each writer lane; the heartbeat, on which the
-right to fire depends, waits behind no other work; lists, which may take long, hold up nobody.
-
 oracle_sql.py and oracle_list.py are what is said to the database, oracle_rows.py what its rows are,
-oracle_link.py the connections and their errors, oracle_schema.py the tables.
+oracle_link.py the connections and their errors, oracle_schema.py the tables; sql_store.py says which session does
+what.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import Self
-
-from duetime.errors import FailedOver, ShardLost, StoreUnavailable
-from duetime.model import Namespace, TimerKey
-from duetime.store import (
-    Batch,
-    Capabilities,
-    Claim,
-    Committed,
-    Fence,
-    Found,
-    Listing,
-    ListQuery,
-    Member,
-    Page,
-    ShardRow,
-    Stretch,
-)
+from duetime.store import Capabilities
 from duetime.stores import oracle_link, oracle_list, oracle_schema, oracle_sql
-from duetime.stores.oracle_link import Address, Line
-from duetime.stores.sessions import CONNECT_SECONDS
+from duetime.stores.sql_store import SqlStore
 
 __all__ = ["OracleStore", "wipe"]
 
-LANES = 1  # as for PostgreSQL; nobody could measure it
-READERS = 2
-STATEMENT_SECONDS = 10.0
-MEMBERSHIP_SECONDS = 1.5  # half a lease: a heartbeat that hangs leaves time for another one, on a new connection
 
-
-class OracleStore:
-    capabilities = Capabilities(name="oracle", batch_max=1_000, payload_bytes_max=16 * 1024 * 1024, lanes=LANES)
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
-        self._sessions: _Open | None = None
-        self._histories: dict[str, str] = {}  # member -> the database's history when it joined
-
-    @classmethod
-    def from_url(cls, url: str) -> Self:
-        return cls(oracle_link.address_of(url))
-
-    # -- life
-
-    async def migrate(self) -> None:
-        await oracle_schema.migrate(self._address)
-
-    async def open(self) -> None:
-        await oracle_schema.check(self._address)
-        if self._sessions is None:
-            self._sessions = _Open(self._address)
-
-    async def close(self) -> None:
-        sessions, self._sessions = self._sessions, None
-        if sessions is not None:
-            await sessions.close()
-
-    async def diagnose(self) -> list[str]:
-        """What a doctor says of the server, in plain sentences. Needs no open store."""
-        return await oracle_schema.diagnose(self._address)
-
-    @property
-    def _open(self) -> _Open:
-        if self._sessions is None:
-            raise StoreUnavailable("the store is not open")
-        return self._sessions
-
-    # -- members
-
-    async def join(self, member: Member) -> None:
-        history = await oracle_sql.join(self._open.membership.write, member)
-        self._histories = {member.instance_id: history}
-
-    async def heartbeat(self, instance_id: str, counter: int) -> int:
-        """A database with another history than the one joined under may have lost commits: whoever remembers them
-        has to forget, and nothing makes an instance forget like its death."""
-        now_ms, history = await oracle_sql.heartbeat(self._open.membership.write, instance_id, counter)
-        if self._histories.setdefault(instance_id, history) != history:
-            # The other sessions may still be with the server of before, and take its word for the truth.
-            self._open.drop_connections()
-            raise FailedOver(f"the database has failed over or was restored ({history}): joining again")
-        return now_ms
-
-    async def members(self) -> list[Member]:
-        return await oracle_sql.members(self._open.reads.read)
-
-    async def mark_dead(self, instance_id: str, counter: int) -> bool:
-        return await oracle_sql.mark_dead(self._open.membership.write, instance_id, counter)
-
-    async def forget_member(self, instance_id: str) -> None:
-        await oracle_sql.forget_member(self._open.membership.write, instance_id)
-
-    # -- shards
-
-    async def ensure_shards(self, count: int) -> None:
-        await oracle_sql.ensure_shards(self._open.changes.write, count)
-
-    async def shards(self) -> list[ShardRow]:
-        return await oracle_sql.shards(self._open.reads.read)
-
-    async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
-        return await oracle_sql.claim(self._open.changes.write, claims)
-
-    async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
-        return await oracle_sql.release(self._open.changes.write, fences)
-
-    # -- timers
-
-    async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
-        return await oracle_sql.commit(self._open.commits.write, batches)
-
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        return await oracle_sql.load(self._open.reads.read, stretches)
-
-    async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
-        return await oracle_sql.get_many(self._open.reads.read, keys)
-
-    async def list_timers(self, query: ListQuery) -> Listing:
-        return await oracle_list.list_timers(self._open.lists.read, query)
-
-    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
-        return await oracle_sql.purge_reached(self._open.changes.write, fences, before_ms, limit)
-
-    # -- namespaces
-
-    async def namespaces(self) -> list[Namespace]:
-        return await oracle_sql.namespaces(self._open.reads.read)
-
-    async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
-        return await oracle_sql.put_namespace(self._open.changes.write, namespace, expected_revision)
-
-
-class _Open:
-    """The sessions of an open store. Each connects when it is first used."""
-
-    def __init__(self, address: Address) -> None:
-        self.commits = Line(address, LANES, STATEMENT_SECONDS, CONNECT_SECONDS)
-        self.reads = Line(address, READERS, STATEMENT_SECONDS, CONNECT_SECONDS)
-        self.changes = Line(address, 1, STATEMENT_SECONDS, CONNECT_SECONDS)
-        self.lists = Line(address, 1, STATEMENT_SECONDS, CONNECT_SECONDS)
-        self.membership = Line(address, 1, MEMBERSHIP_SECONDS, MEMBERSHIP_SECONDS)
-        self._all = [self.commits, self.reads, self.changes, self.lists, self.membership]
-
-    async def close(self) -> None:
-        await asyncio.gather(*(line.close() for line in self._all))
-
-    def drop_connections(self) -> None:
-        for line in self._all:
-            line.drop_connections()
+class OracleStore(SqlStore):
+    # One lane, as for PostgreSQL; nobody could measure it.
+    capabilities = Capabilities(name="oracle", batch_max=1_000, payload_bytes_max=16 * 1024 * 1024, lanes=1)
+    link = oracle_link
+    schema = oracle_schema
+    words = reads = oracle_sql
+    lists = oracle_list
 
 
 async def wipe(url: str) -> None:

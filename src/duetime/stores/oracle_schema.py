@@ -85,8 +85,9 @@ async def _make(db: Link, sql: str, *, or_find: bool) -> None:
             raise
 
 
-async def check(address: Address) -> None:
-    """Refuse a database that cannot be used, and say loudly what endangers the promise."""
+async def check(address: Address) -> str:
+    """Refuse a database that cannot be used, and say loudly what endangers the promise. A connection knows the
+    database's history: no statement has to ask."""
     async with _session(address) as db:
         await _check_server(address, db)
         found = await _recognise(address, db)
@@ -105,6 +106,7 @@ async def check(address: Address) -> None:
         await db.connection.rollback()
         for warning in await _dangers(db):
             log.warning("%s: %s", address.label, warning)
+    return ""
 
 
 _FIRST_COLUMN = dict.fromkeys(_TABLES, "shard_id") | {"members": "instance_id", "namespaces": "name"}

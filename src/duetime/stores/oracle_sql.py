@@ -186,8 +186,8 @@ def _fence(fence: Fence) -> dict[str, Any]:
 # --- members -------------------------------------------------------------------------------------
 
 
-async def join(write: Run, member: Member) -> str:
-    """Joining twice is joining once; but the dead stay dead. Answers the database's history."""
+async def join(write: Run, member: Member, _: str) -> str:
+    """Joining twice is joining once; but the dead stay dead. Answers its history, as the connection knows it."""
     values = (
         member.instance_id,
         kept(member.address),
@@ -212,7 +212,7 @@ async def join(write: Run, member: Member) -> str:
     return history
 
 
-async def heartbeat(write: Run, instance_id: str, counter: int) -> tuple[int, str]:
+async def heartbeat(write: Run, instance_id: str, counter: int, _: str) -> tuple[int, str]:
     sql = (
         "UPDATE members SET counter = GREATEST(counter, :counter) WHERE instance_id = :instance_id AND alive = 1"
         " RETURNING SYS_EXTRACT_UTC(SYSTIMESTAMP) INTO :now"

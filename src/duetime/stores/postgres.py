@@ -1,169 +1,26 @@
 """PostgresStore: one database for any number of instances.
 
-Every call is one statement in one round trip, and every write carries its fence in it. Sessions are kept apart by
-what may wait for what: commits have one for each writer lane; the heartbeat, on which the right to fire depends,
-waits behind no other work; lists, which may take long, hold up nobody.
-
-postgres_sql.py and postgres_list.py are what is said to the database, postgres_rows.py what its rows are,
-postgres_link.py the connections and their errors, postgres_schema.py the tables.
+Every call is one statement in one round trip, and every write carries its fence in it. postgres_sql.py and
+postgres_list.py are what is said to the database, postgres_rows.py what its rows are, postgres_link.py the connections
+and their errors, postgres_schema.py the tables; sql_store.py says which session does what.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import Self
-
-from duetime.errors import FailedOver, ShardLost, StoreUnavailable
-from duetime.model import Namespace, TimerKey
-from duetime.store import (
-    Batch,
-    Capabilities,
-    Claim,
-    Committed,
-    Fence,
-    Found,
-    Listing,
-    ListQuery,
-    Member,
-    Page,
-    ShardRow,
-    Stretch,
-)
+from duetime.store import Capabilities
 from duetime.stores import postgres_link, postgres_list, postgres_schema, postgres_sql
-from duetime.stores.postgres_link import Address, Line
-from duetime.stores.sessions import CONNECT_SECONDS
+from duetime.stores.sql_store import SqlStore
 
 __all__ = ["PostgresStore", "wipe"]
 
-LANES = 1  # measured: one big commit at a time costs an instance less than several smaller ones
-READERS = 2
-STATEMENT_SECONDS = 10.0
-MEMBERSHIP_SECONDS = 1.5  # half a lease: a heartbeat that hangs leaves time for another one, on a new connection
 
-
-class PostgresStore:
-    capabilities = Capabilities(name="postgresql", batch_max=2_000, payload_bytes_max=16 * 1024 * 1024, lanes=LANES)
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
-        self._sessions: _Open | None = None
-        self._timeline_sql = postgres_sql.NO_TIMELINE
-        self._timelines: dict[str, str] = {}  # member -> the timeline it joined under
-
-    @classmethod
-    def from_url(cls, url: str) -> Self:
-        return cls(postgres_link.address_of(url))
-
-    # -- life
-
-    async def migrate(self) -> None:
-        await postgres_schema.migrate(self._address)
-
-    async def open(self) -> None:
-        await postgres_schema.check(self._address)
-        self._timeline_sql = await postgres_schema.timeline_sql(self._address)
-        if self._sessions is None:
-            self._sessions = _Open(self._address)
-
-    async def close(self) -> None:
-        sessions, self._sessions = self._sessions, None
-        if sessions is not None:
-            await sessions.close()
-
-    async def diagnose(self) -> list[str]:
-        """What a doctor says of the server, in plain sentences. Needs no open store."""
-        return await postgres_schema.diagnose(self._address)
-
-    @property
-    def _open(self) -> _Open:
-        if self._sessions is None:
-            raise StoreUnavailable("the store is not open")
-        return self._sessions
-
-    # -- members
-
-    async def join(self, member: Member) -> None:
-        timeline = await postgres_sql.join(self._open.membership.write, member, self._timeline_sql)
-        self._timelines = {member.instance_id: timeline}
-
-    async def heartbeat(self, instance_id: str, counter: int) -> int:
-        """A database on another timeline than the one joined under may have lost commits: whoever remembers
-        them has to forget, and nothing makes an instance forget like its death."""
-        run = self._open.membership.write
-        now_ms, timeline = await postgres_sql.heartbeat(run, instance_id, counter, self._timeline_sql)
-        if self._timelines.setdefault(instance_id, timeline) != timeline:
-            # The other sessions may still be with the server of before, and take its word for the truth.
-            self._open.drop_connections()
-            raise FailedOver(f"the database has failed over or was restored (timeline {timeline}): joining again")
-        return now_ms
-
-    async def members(self) -> list[Member]:
-        return await postgres_sql.members(self._open.reads.read)
-
-    async def mark_dead(self, instance_id: str, counter: int) -> bool:
-        return await postgres_sql.mark_dead(self._open.membership.write, instance_id, counter)
-
-    async def forget_member(self, instance_id: str) -> None:
-        await postgres_sql.forget_member(self._open.membership.write, instance_id)
-
-    # -- shards
-
-    async def ensure_shards(self, count: int) -> None:
-        await postgres_sql.ensure_shards(self._open.changes.write, count)
-
-    async def shards(self) -> list[ShardRow]:
-        return await postgres_sql.shards(self._open.reads.read)
-
-    async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
-        return await postgres_sql.claim(self._open.changes.write, claims)
-
-    async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
-        return await postgres_sql.release(self._open.changes.write, fences)
-
-    # -- timers
-
-    async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
-        return await postgres_sql.commit(self._open.commits.write, batches)
-
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        return await postgres_sql.load(self._open.reads.read, stretches)
-
-    async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
-        return await postgres_sql.get_many(self._open.reads.read, keys)
-
-    async def list_timers(self, query: ListQuery) -> Listing:
-        return await postgres_list.list_timers(self._open.lists.read, query)
-
-    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
-        return await postgres_sql.purge_reached(self._open.changes.write, fences, before_ms, limit)
-
-    # -- namespaces
-
-    async def namespaces(self) -> list[Namespace]:
-        return await postgres_sql.namespaces(self._open.reads.read)
-
-    async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
-        return await postgres_sql.put_namespace(self._open.changes.write, namespace, expected_revision)
-
-
-class _Open:
-    """The sessions of an open store. Each connects when it is first used."""
-
-    def __init__(self, address: Address) -> None:
-        self.commits = Line(address, LANES, STATEMENT_SECONDS, CONNECT_SECONDS)
-        self.reads = Line(address, READERS, STATEMENT_SECONDS, CONNECT_SECONDS)
-        self.changes = Line(address, 1, STATEMENT_SECONDS, CONNECT_SECONDS)
-        self.lists = Line(address, 1, STATEMENT_SECONDS, CONNECT_SECONDS)
-        self.membership = Line(address, 1, MEMBERSHIP_SECONDS, MEMBERSHIP_SECONDS)
-        self._all = [self.commits, self.reads, self.changes, self.lists, self.membership]
-
-    async def close(self) -> None:
-        await asyncio.gather(*(line.close() for line in self._all))
-
-    def drop_connections(self) -> None:
-        for line in self._all:
-            line.drop_connections()
+class PostgresStore(SqlStore):
+    # One lane: measured, one big commit at a time costs an instance less than several smaller ones.
+    capabilities = Capabilities(name="postgresql", batch_max=2_000, payload_bytes_max=16 * 1024 * 1024, lanes=1)
+    link = postgres_link
+    schema = postgres_schema
+    words = reads = postgres_sql
+    lists = postgres_list
 
 
 async def wipe(url: str) -> None:

@@ -18,7 +18,7 @@ from duetime.stores import postgres_link, postgres_sql
 from duetime.stores.postgres_link import Address
 from duetime.telemetry import log
 
-__all__ = ["SCHEMA_VERSION", "check", "diagnose", "migrate", "timeline_sql", "wipe"]
+__all__ = ["SCHEMA_VERSION", "check", "diagnose", "migrate", "wipe"]
 
 OLDEST_SERVER = 13
 MIGRATION_SECONDS = 60
@@ -54,8 +54,9 @@ async def migrate(address: Address) -> None:
         log.info("%s: made the tables of schema %d", address.label, SCHEMA_VERSION)
 
 
-async def check(address: Address) -> None:
-    """Refuse a database that cannot be used, and say loudly what endangers the promise."""
+async def check(address: Address) -> str:
+    """Refuse a database that cannot be used, and say loudly what endangers the promise. Answers how to ask for its
+    timeline."""
     async with _transaction(address) as db:
         await _check_server(address, db)
         found = await _recognise(address, db)
@@ -72,6 +73,7 @@ async def check(address: Address) -> None:
                     )
         for warning in await _dangers(db):
             log.warning("%s: %s", address.label, warning)
+    return await _timeline_sql(address)
 
 
 async def wipe(address: Address) -> None:
@@ -82,7 +84,7 @@ async def wipe(address: Address) -> None:
                 await db.execute(f"DELETE FROM {table}")  # noqa: S608
 
 
-async def timeline_sql(address: Address) -> str:
+async def _timeline_sql(address: Address) -> str:
     """How to ask for the timeline, or for nothing where the server does not tell."""
     try:
         async with _transaction(address) as db:

@@ -72,11 +72,13 @@ def _migrate(address: Address, link: Link) -> None:
         log.info("%s: made the tables of schema %d", address.label, SCHEMA_VERSION)
 
 
-async def check(address: Address) -> None:
-    """Refuse a database that cannot be used, and say loudly what endangers the promise."""
+async def check(address: Address) -> str:
+    """Refuse a database that cannot be used, and say loudly what endangers the promise. A connection knows the
+    database's history: no statement has to ask."""
     async with _session(address) as link:
         for warning in await link.run(lambda link: _check(address, link)):
             log.warning("%s: %s", address.label, warning)
+    return ""
 
 
 def _check(address: Address, link: Link) -> list[str]:

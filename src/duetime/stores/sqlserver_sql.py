@@ -209,8 +209,8 @@ def _said(sql: str, document: str | None, link: Link) -> list[list[Row]]:
 # --- members -------------------------------------------------------------------------------------
 
 
-async def join(write: Run, member: Member) -> str:
-    """Joining twice is joining once; but the dead stay dead. Answers the database's history."""
+async def join(write: Run, member: Member, _: str) -> str:
+    """Joining twice is joining once; but the dead stay dead. Answers its history, as the connection knows it."""
     values = (
         member.instance_id,
         member.address,
@@ -231,7 +231,7 @@ async def join(write: Run, member: Member) -> str:
     return history
 
 
-async def heartbeat(write: Run, instance_id: str, counter: int) -> tuple[int, str]:
+async def heartbeat(write: Run, instance_id: str, counter: int, _: str) -> tuple[int, str]:
     said = document([[instance_id, counter]])
 
     def work(link: Link) -> tuple[Row, str]:
