@@ -1,8 +1,13 @@
-"""One real server per module, and a receiver per test. Tests that use these run on the module's event loop."""
+"""One real server per module, and a receiver per test: tests that use these run on the module's event loop. And
+certificates, for databases that speak TLS."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -41,3 +46,27 @@ async def namespace(api: Asker, request: pytest.FixtureRequest) -> str:
     name = request.node.name[:200]
     await api.ok("namespaces/create", namespace=name, numShards=4)
     return str(name)
+
+
+@pytest.fixture(scope="session")
+def certificates() -> Iterator[Path]:
+    """Of our own making: an authority, another one, and a certificate for `localhost` only. All may read them."""
+    folder = Path(tempfile.mkdtemp(prefix="duetime-tls-"))
+    folder.chmod(0o755)
+    (folder / "for").write_text("subjectAltName=DNS:localhost")
+
+    def openssl(*args: str) -> None:
+        subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
+
+    key = ("-newkey", "rsa:2048", "-nodes", "-days", "2")
+    openssl("req", "-x509", *key, "-subj", "/CN=ours", "-keyout", "ca.key", "-out", "ca.pem")
+    openssl("req", "-x509", *key, "-subj", "/CN=theirs", "-keyout", "other.key", "-out", "other.pem")
+    openssl("req", *key, "-subj", "/CN=localhost", "-keyout", "server.key", "-out", "server.csr")
+    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "for")
+    openssl("x509", "-req", "-in", "server.csr", *signed, "-out", "server.pem")
+    java = ("-inkey", "server.key", "-in", "server.pem", "-passout", "pass:secret", "-out", "server.p12")
+    openssl("pkcs12", "-export", *java)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    yield folder
+    shutil.rmtree(folder)

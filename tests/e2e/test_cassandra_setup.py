@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,33 +166,9 @@ async def test_a_doctor_says_what_the_cluster_is(server: Cassandra, url: str) ->
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of our own making: an authority, and a certificate for `localhost` only."""
-    folder = tmp_path_factory.mktemp("tls")
-    (folder / "for").write_text("subjectAltName=DNS:localhost")
-
-    def openssl(*args: str) -> None:
-        subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
-
-    key = ("-newkey", "rsa:2048", "-nodes", "-days", "2")
-    openssl("req", "-x509", *key, "-subj", "/CN=ours", "-keyout", "ca.key", "-out", "ca.pem")
-    openssl("req", "-x509", *key, "-subj", "/CN=theirs", "-keyout", "other.key", "-out", "other.pem")
-    openssl("req", *key, "-subj", "/CN=localhost", "-keyout", "server.key", "-out", "server.csr")
-    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "for")
-    openssl("x509", "-req", "-in", "server.csr", *signed, "-out", "server.pem")
-    store = ("-inkey", "server.key", "-in", "server.pem", "-passout", "pass:secret", "-out", "server.p12")
-    openssl("pkcs12", "-export", *store)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def guarded(certificates: Path) -> Iterator[Cassandra]:
     """A server that wants a password, grants rights, speaks TLS; and does not keep its word."""
-    keys = (
-        Path(tempfile.gettempdir()) / f"duetime-test-{certificates.parent.name}-{certificates.name}.p12"
-    )  # open to its user
-    keys.write_bytes((certificates / "server.p12").read_bytes())
-    keys.chmod(0o644)
+    keys = certificates / "server.p12"
     tls = f"{{enabled: true, optional: true, keystore: {keys}, keystore_password: secret, store_type: PKCS12}}"
     settings = {
         "authenticator": "PasswordAuthenticator",
@@ -205,13 +179,10 @@ def guarded(certificates: Path) -> Iterator[Cassandra]:
         "commitlog_sync_period": "10000ms",
         "paxos_variant": "v1",
     }
-    try:
-        with own("cassandra", settings=settings) as server:
-            assert isinstance(server, Cassandra)
-            server.execute("CREATE ROLE guest WITH PASSWORD = 'p@ss:w/rd' AND LOGIN = true")
-            yield server
-    finally:
-        keys.unlink()
+    with own("cassandra", settings=settings) as server:
+        assert isinstance(server, Cassandra)
+        server.execute("CREATE ROLE guest WITH PASSWORD = 'p@ss:w/rd' AND LOGIN = true")
+        yield server
 
 
 def url_of(server: Cassandra, keyspace: str, login: str, options: str = "", host: str = "127.0.0.1") -> str:

@@ -160,24 +160,6 @@ async def test_people_find_names_and_dates_as_they_expect_them(store: MongoStore
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of our own making: an authority, and a certificate for `localhost` only."""
-    folder = tmp_path_factory.mktemp("tls")
-    (folder / "for").write_text("subjectAltName=DNS:localhost")
-
-    def openssl(*args: str) -> None:
-        subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
-
-    key = ("-newkey", "rsa:2048", "-nodes", "-days", "2")
-    openssl("req", "-x509", *key, "-subj", "/CN=ours", "-keyout", "ca.key", "-out", "ca.pem")
-    openssl("req", "-x509", *key, "-subj", "/CN=theirs", "-keyout", "other.key", "-out", "other.pem")
-    openssl("req", *key, "-subj", "/CN=localhost", "-keyout", "server.key", "-out", "server.csr")
-    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "for")
-    openssl("x509", "-req", "-in", "server.csr", *signed, "-out", "server.pem")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def guarded(certificates: Path) -> Iterator[MongoDb]:
     """A server that speaks TLS and wants a password: `guest` may read and write in `shop`, `visitor` only read."""
     with own("mongodb") as server:
