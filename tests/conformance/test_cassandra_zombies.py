@@ -324,18 +324,7 @@ async def test_a_batch_that_is_turned_away_leaves_the_others_alone(scene: Scene)
     assert [len(await all_timers(scene.a, shard_id)) for shard_id in range(4)] == [1, 0, 2, 0]
 
 
-async def test_claims_that_are_turned_away_while_others_succeed_are_tried_again(scene: Scene) -> None:
-    claims = [Claim(shard_id, 0, 7, "a", "host:1", 1) for shard_id in range(4)]
-    line = Turning(scene.a._open.data, lambda count, _: StoreUnavailable() if count in (2, 3, 5) else None)
-    rows = await Writer(line, scene.a._open.say).claim(claims)
-    assert [row.nonce for row in rows] == [7] * 4
-    assert line.count == 7
-
-
-async def test_if_all_claims_are_turned_away_nothing_was_applied_and_if_some_are_for_long_nobody_knows(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cassandra_writes, "REPEAT_SECONDS", 0.1)
+async def test_if_all_claims_are_turned_away_nothing_was_applied_and_if_some_are_nobody_knows(scene: Scene) -> None:
     claims = [Claim(shard_id, 0, 7, "a", "host:1", 1) for shard_id in range(4)]
     for refused, kind in (
         (lambda count, _: StoreUnavailable(), StoreUnavailable),

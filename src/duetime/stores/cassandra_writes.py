@@ -40,7 +40,7 @@ from duetime.stores.cassandra_cql import (
     without_nulls,
 )
 from duetime.stores.cassandra_lines import Line, Statement
-from duetime.stores.fencing import NOTHING_REPLACED, in_steps, lost, turns
+from duetime.stores.fencing import NOTHING_REPLACED, as_a_whole, each_by_itself, lost
 from duetime.stores.rows import FIRST_MS, bound_ms, reached_values, timer_values
 
 __all__ = ["Writer"]
@@ -49,8 +49,6 @@ I = TypeVar("I")  # noqa: E741
 T = TypeVar("T")
 
 AT_ONCE = 16  # conditional batches in flight
-REPEAT_SECONDS = 5.0
-_PAUSE_SECONDS = 0.05
 
 
 class Writer:
@@ -65,52 +63,30 @@ class Writer:
     # -- whole calls: one result for each, in order
 
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:
-        """Each fares by itself. After one that failed none of the same shard is tried: who knows what stands there."""
-        results: list[Committed | StoreError] = [NOTHING_REPLACED] * len(batches)
-        failed: dict[int, StoreError] = {}
-
-        async def one(index: int) -> None:
-            shard_id = batches[index].fence.shard_id
-            try:
-                if shard_id in failed:
-                    raise failed[shard_id]
-                async with self._turn(shard_id), self._room:
-                    results[index] = await self._commit(batches[index])
-            except StoreError as error:
-                results[index] = failed[shard_id] = error
-
-        for turn in turns([batch.fence.shard_id for batch in batches]):
-            await asyncio.gather(*map(one, turn))
-        return results
+        """Each fares by itself."""
+        return await self._each(batches, [batch.fence.shard_id for batch in batches], self._commit)
 
     async def purge(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
-        return await self._each(fences, lambda fence: fence.shard_id, lambda f: self._purge(f, before_ms, limit))
+        shard_ids = [fence.shard_id for fence in fences]
+        return as_a_whole(await self._each(fences, shard_ids, lambda f: self._purge(f, before_ms, limit)))
 
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
-        return await self._each(fences, lambda fence: fence.shard_id, self._release)
+        return as_a_whole(await self._each(fences, [fence.shard_id for fence in fences], self._release))
 
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
-        return await self._each(claims, lambda claim: claim.shard_id, self._claim)
+        return as_a_whole(await self._each(claims, [claim.shard_id for claim in claims], self._claim))
 
     async def new_shards(self, shard_ids: Sequence[int]) -> None:
-        await self._each(shard_ids, lambda shard_id: shard_id, lambda s: self._line.write(self._say.new_shard, s))
+        as_a_whole(await self._each(shard_ids, shard_ids, lambda s: self._line.write(self._say.new_shard, s)))
 
     async def _each(
-        self, items: Sequence[I], shard_of: Callable[[I], int], one: Callable[[I], Awaitable[T]]
-    ) -> list[T]:
-        async def in_turn(item: I) -> T:
-            async with self._turn(shard_of(item)), self._room:
-                return await one(item)
+        self, items: Sequence[I], shard_ids: Sequence[int], one: Callable[[I], Awaitable[T]]
+    ) -> list[T | StoreError]:
+        async def in_turn(item: tuple[int, I]) -> T:
+            async with self._turns.setdefault(item[0], asyncio.Lock()), self._room:
+                return await one(item[1])
 
-        results: dict[int, T] = {}
-        step = in_steps(_together)
-        for turn in turns([shard_of(item) for item in items]):
-            answers = await step([items[index] for index in turn], in_turn)
-            results.update(zip(turn, answers, strict=True))
-        return [results[index] for index in range(len(items))]
-
-    def _turn(self, shard_id: int) -> asyncio.Lock:
-        return self._turns.setdefault(shard_id, asyncio.Lock())
+        return await each_by_itself(list(zip(shard_ids, items, strict=True)), shard_ids, in_turn)
 
     # -- one shard
 
@@ -244,35 +220,3 @@ class _Before(NamedTuple):
     def holds(self, fence: Fence) -> bool:
         """A quorum that was read cannot be older than the claim; so what does not match now never will again."""
         return (self.version, self.nonce) == (fence.version, fence.nonce)
-
-
-async def _together(items: Sequence[I], one: Callable[[I], Awaitable[T]]) -> list[T]:
-    """All at once. Shards fail one by one, but these calls succeed or fail as a whole: if some were written and others
-    turned away, those are tried again for a while, before the outcome is called unknown."""
-    clock = asyncio.get_running_loop().time
-    give_up_at, pause_seconds = clock() + REPEAT_SECONDS, _PAUSE_SECONDS
-    results: dict[int, T] = {}
-    refused: dict[int, StoreUnavailable] = {}
-
-    async def attempt(index: int) -> None:
-        try:
-            results[index] = await one(items[index])
-        except StoreUnavailable as error:
-            refused[index] = error
-
-    missing = list(range(len(items)))
-    while missing:
-        for failure in await asyncio.gather(*map(attempt, missing), return_exceptions=True):
-            if failure is not None:
-                raise failure
-        if refused:
-            refusal = next(iter(refused.values()))
-            if all(isinstance(result, ShardLost) for result in results.values()):
-                raise refusal
-            if clock() > give_up_at:
-                raise OutcomeUnknown(refusal.detail) from refusal
-            await asyncio.sleep(pause_seconds)
-            pause_seconds = min(pause_seconds * 2, 1.0)
-        missing = list(refused)
-        refused.clear()
-    return [results[index] for index in range(len(items))]
