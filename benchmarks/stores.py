@@ -31,7 +31,7 @@ from scripts.servers import ServerError, running
 from benchmarks.core import machine, say
 from benchmarks.drawing import dot, line, picture, text
 from duetime.model import BEFORE_ALL, Timer, shard_of
-from duetime.store import Batch, Claim, Committed, Fence, Member, Store, Stretch, open_store
+from duetime.store import Batch, Claim, Committed, Fence, Member, Page, Store, Stretch, open_store
 from duetime.testing import make_reached, make_timer
 
 STORES = ("sqlite", "postgres18", "mariadb", "mysql", "tidb", "mongodb", "cassandra", "ministack")
@@ -147,6 +147,7 @@ class Bench:
             after = BEFORE_ALL
             while time.perf_counter() - started_at < self.seconds:
                 [page] = await self.store.load([Stretch(shard_id, after, 1 << 60, PAGE)])
+                assert isinstance(page, Page), page
                 count += len(page.timers)
                 if page.next is None:
                     break

@@ -173,7 +173,7 @@ class Cassandra(Server):
             return False
         return True
 
-    def url(self, database: str = "") -> str:
+    def url(self, database: str = "duetime") -> str:
         return f"cassandra://127.0.0.1:{self.port}/{database}"
 
     def make_database(self, name: str) -> None:

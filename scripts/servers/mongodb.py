@@ -90,7 +90,7 @@ class MongoDb(Server):
             if known[0]["host"] != here["host"]:
                 self.ask({"replSetReconfig": members, "force": True})
 
-    def url(self, database: str = "", *, direct: bool = False) -> str:
+    def url(self, database: str = "duetime", *, direct: bool = False) -> str:
         """`direct`: to this address and no other. Else a driver asks for the members of the set and connects to those,
         so that a link of Toxiproxy before this server is left aside after the first question.
         """

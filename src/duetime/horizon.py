@@ -139,16 +139,19 @@ class Horizon:
     async def _load(self, shards: list[Shard]) -> None:
         until_ms = self._membership.now_ms() + self._config.look_ahead.ms
         limit = max(self._page_timers // len(shards), _PAGE_TIMERS_MIN)
-        pages: Sequence[Page | None] = [None] * len(shards)
+        pages: Sequence[Page | StoreError | None] = [None] * len(shards)
         try:
             pages = await self._store.load([Stretch(s.shard_id, s.horizon, until_ms, limit) for s in shards])
         except StoreError as error:
-            self._trouble.goes_on(error, self._membership.boot_ms())
-        else:
-            self._trouble.is_over()
+            pages = [error] * len(shards)
         finally:
+            troubles = [page for page in pages if isinstance(page, StoreError)]
+            if troubles:
+                self._trouble.goes_on(troubles[0], self._membership.boot_ms())
+            else:
+                self._trouble.is_over()
             for shard, page in zip(shards, pages, strict=True):
-                self._loaded(shard, page, until_ms)
+                self._loaded(shard, None if isinstance(page, StoreError) else page, until_ms)
 
     def _loaded(self, shard: Shard, page: Page | None, until_ms: int) -> None:
         shard.load_ended(page, until_ms)

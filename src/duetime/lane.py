@@ -47,7 +47,8 @@ class Lane:
         self._committed = committed
         self._dirty: deque[Shard] = deque()
         self._queued: set[Shard] = set()
-        self._pauses: WeakKeyDictionary[Shard, float] = WeakKeyDictionary()  # of those whose last batch was refused
+        self._failures: WeakKeyDictionary[Shard, int] = WeakKeyDictionary()  # in a row
+        self._rooms: WeakKeyDictionary[Shard, int] = WeakKeyDictionary()  # rows at a time, after a failure
         self._resting: set[Shard] = set()
         self._wake = asyncio.Event()
         self._low_water_at_ms: dict[int, int] = {}
@@ -79,7 +80,9 @@ class Lane:
                 break
             shard = self._dirty.popleft()
             self._queued.discard(shard)
-            batch = shard.next_batch(room, chars)
+            if shard in self._resting:
+                continue  # it comes back when it has rested
+            batch = shard.next_batch(min(room, self._rooms.get(shard, room)), chars)
             if batch is None:
                 continue  # dropped, or recovering: it comes back by itself
             if shard.pending:
@@ -126,23 +129,32 @@ class Lane:
             self._committed()
 
     def _settle(self, shard: Shard, batch: Batch, result: Committed | StoreError) -> None:
-        if isinstance(result, StoreUnavailable):
-            self._rest(shard)
-            shard.not_committed(str(result))
-            return
-        self._pauses.pop(shard, None)
         if isinstance(result, Committed):
+            if shard in self._rooms:
+                self._succeeded(shard)
             shard.committed(batch, result)
         elif isinstance(result, ShardLost):
             self._lost(shard)
         else:
-            self._unknown(shard)
+            # A write that can never be applied must not keep others from it: what fails is halved, down to one Op.
+            self._rooms[shard] = max(1, shard.committing_rows // 2)
+            self._rest(shard)
+            if isinstance(result, StoreUnavailable):
+                shard.not_committed(str(result))
+            else:
+                self._unknown(shard)
+
+    def _succeeded(self, shard: Shard) -> None:
+        self._failures.pop(shard, None)
+        self._rooms[shard] *= 2
+        if self._rooms[shard] >= self._store.capabilities.batch_max:
+            del self._rooms[shard]
 
     def _rest(self, shard: Shard) -> None:
-        """Longer and longer while the store refuses it; the others go on."""
-        pause = min(max(self._pauses.get(shard, 0.0) * 2, _PAUSE_FIRST_SECONDS), _PAUSE_MAX_SECONDS)
-        self._pauses[shard] = pause
+        """Longer and longer while it fails; the others go on."""
         self._resting.add(shard)
+        failures = self._failures[shard] = self._failures.get(shard, 0) + 1
+        pause = min(_PAUSE_FIRST_SECONDS * 2 ** min(failures - 1, 10), _PAUSE_MAX_SECONDS)
         asyncio.get_running_loop().call_later(pause, self._rested, shard)
 
     def _rested(self, shard: Shard) -> None:

@@ -23,12 +23,13 @@ from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, StoreUnavailable
-from duetime.model import BEFORE_ALL, Position, Reached, Settlement, Timer, TimerKey
+from duetime.model import BEFORE_ALL, NO_EXTRAS, Position, Reached, Settlement, Timer, TimerKey
 from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow
 
 __all__ = ["UNKNOWN", "Entry", "Op", "Phase", "Shard", "Unknown", "Yard"]
 
 _HIGHEST: Final = 2**63 - 1
+_ROW_CHARS: Final = 200  # of what is short
 
 
 def end_of(execute_at_ms: int) -> Position:
@@ -92,7 +93,7 @@ class Waiter:
 class Op:
     """What the next commit does to one timer: put it (or delete it), and record what it reached."""
 
-    __slots__ = ("prior", "put", "reached", "settlement", "since_ms", "waiters")
+    __slots__ = ("prior", "put", "reached", "settlement", "since_ms", "told", "waiters")
 
     def __init__(self, put: Timer | None, reached: list[Reached], waiters: list[Waiter], since_ms: int) -> None:
         self.put = put
@@ -100,20 +101,40 @@ class Op:
         self.waiters = waiters
         self.since_ms = since_ms
         self.prior: Entry | None = None  # what memory held, to go back to if the Op comes to nothing
+        self.told = False  # its users gave up waiting
         self.settlement: Settlement | None = None  # what it goes back to if users' wishes merged into it expire
 
     @property
-    def payload_chars(self) -> int:
-        chars = 0 if self.put is None or self.put.payload is None else len(self.put.payload)
+    def chars(self) -> int:
+        """Of the texts in its rows that may be long."""
+        chars = 0 if self.put is None else _chars_of(self.put)
         for row in self.reached:
-            chars += len(row.timer.payload or "")
+            chars += _chars_of(row.timer)
         return chars
+
+    @property
+    def is_given_up(self) -> bool:
+        """A user's, who was told that nobody knows; and then it turned out that it was not applied."""
+        return self.told and not self.waiters and self.settlement is None
 
     def then(self, later: Op) -> None:
         """Merge a later Op into this one: its state wins, everybody is told."""
         self.put = later.put
         self.reached += later.reached
         self.waiters += later.waiters
+
+
+def _chars_of(timer: Timer) -> int:
+    """Of a row, about and rather too many: quotes in headers are escaped, perhaps twice."""
+    chars = _ROW_CHARS + len(timer.callback_url)
+    if timer.payload is not None:
+        chars += len(timer.payload)
+    extras = timer.extras
+    if extras is not NO_EXTRAS:
+        if extras.headers:
+            chars += 4 * sum(len(name) + len(value) for name, value in extras.headers.items())
+        chars += 4 * (sum(map(len, extras.tags)) + len(extras.last_error or ""))
+    return chars
 
 
 class Yard(Protocol):
@@ -252,7 +273,7 @@ class Shard:
     # --- committing: called by the lane -----------------------------------------------------------
 
     def next_batch(self, room: int, chars: int) -> Batch | None:
-        """Ops of up to `room` rows, and about so many characters of payload, as a batch; they are committing from now
+        """Ops of up to `room` rows, and about so many characters, as a batch; they are committing from now
         on. At least one, whatever it weighs."""
         if self.recovering or self.dropped or self.committing or not self.pending:
             return None
@@ -263,7 +284,7 @@ class Shard:
                 break
             taken += 1
             self.committing_rows = rows
-            self.committing_chars += op.payload_chars
+            self.committing_chars += op.chars
         if taken == len(self.pending):
             self.committing, self.pending = self.pending, {}
         else:
@@ -322,8 +343,11 @@ class Shard:
     def not_committed(self, why: str = "") -> None:
         """The batch was certainly not applied: its Ops wait again, merged with what came meanwhile."""
         self.trouble = why
-        self._requeue(self.committing)
-        self.committing = {}
+        ops, self.committing = self.committing, {}
+        for key in [key for key, op in ops.items() if op.is_given_up and key not in self.pending]:
+            self._yard.writes_waiting -= 1
+            self._restore(key, ops.pop(key).prior)
+        self._requeue(ops)
 
     def _requeue(self, ops: dict[TimerKey, Op]) -> None:
         for key, op in ops.items():
@@ -370,6 +394,7 @@ class Shard:
             if op.since_ms < before_ms and op.waiters:
                 _tell(op, OutcomeUnknown("The store has not answered in time; the write may still be applied"))
                 op.waiters = []
+                op.told = True
         expired = [key for key, op in self.pending.items() if op.since_ms < before_ms and op.waiters]
         for key in expired:
             op = self.pending[key]
@@ -377,6 +402,7 @@ class Shard:
                 # It builds on one whose outcome is open, and is decided with it.
                 _tell(op, OutcomeUnknown("An earlier write about this timer is not decided yet"))
                 op.waiters = []
+                op.told = True
                 continue
             _tell(
                 op, StoreUnavailable(self.trouble or "The store could not be written to in time; nothing was applied")

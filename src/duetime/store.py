@@ -49,7 +49,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
     name: str
     batch_max: int  # rows in one commit call: puts, deletes and reached, all shards together
-    batch_chars_max: int = 8 * 1024 * 1024  # of payloads in one commit call; a single larger one is let through
+    batch_chars_max: int = 8 * 1024 * 1024  # of all rows in one commit call, about; a single larger one is let through
     payload_bytes_max: int
     lanes: int  # commits that may usefully be in flight at once
     time_resolution_ms: int = 1
@@ -226,8 +226,9 @@ class Store(Protocol):
         """
         ...
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        """A page for each, in the order asked; sees every commit that was acknowledged before the call."""
+    async def load(self, stretches: Sequence[Stretch]) -> Sequence[Page | StoreError]:
+        """A page for each, in the order asked; sees every commit that was acknowledged before the call. As in commit,
+        the error of one may be its answer."""
         ...
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:

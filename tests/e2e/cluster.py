@@ -30,6 +30,7 @@ from scripts.servers import Toxiproxy
 from duetime.http_server import HttpServer, Request, Response, serve_http
 from duetime.model import BEFORE_ALL, shard_of
 from duetime.store import Store, Stretch, open_store
+from duetime.stores.fencing import as_a_whole
 from duetime.testing.checker import Callback
 from duetime.timetext import LATEST_MS, parse_instant
 from servers import at_port, port_of
@@ -366,7 +367,7 @@ class Cluster:
         stretches = [Stretch(row.shard_id, BEFORE_ALL, LATEST_MS, 1) for row in await store.shards()]
 
         async def is_empty() -> bool:
-            return not any(page.timers for page in await store.load(stretches))
+            return not any(page.timers for page in as_a_whole(await store.load(stretches)))
 
         await until(is_empty, "everything has fired", within_seconds)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import cassandra
 import pytest
-from cassandra import OperationTimedOut, WriteType, cluster, connection, protocol
+from cassandra import ConsistencyLevel, OperationTimedOut, WriteType, cluster, connection, protocol
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreThrottled, StoreUnavailable
 from duetime.stores.cassandra_link import NOT_APPLIED, address_of, setup_error, store_error
@@ -36,7 +36,7 @@ def _bare(kind: type[BaseException]) -> BaseException:
 REFUSED_BEFORE_ANYTHING_HAPPENS = {
     "AlreadyExists", "AlreadyExistsException", "AuthenticationFailed", "ConfigurationException", "InvalidRequest",
     "InvalidRequestException", "IsBootstrappingErrorMessage", "NoHostAvailable", "PreparedQueryNotFound",
-    "RequestValidationException", "SyntaxException", "Unauthorized", "UnauthorizedErrorMessage", "Unavailable",
+    "RequestValidationException", "SyntaxException", "Unauthorized", "UnauthorizedErrorMessage",
     "UnavailableErrorMessage",
 }  # fmt: skip
 
@@ -89,7 +89,7 @@ def test_these_may_come_after_the_proposal_was_accepted(error: Exception) -> Non
 @pytest.mark.parametrize(
     "error",
     [
-        cassandra.Unavailable("x", consistency=4, required_replicas=2, alive_replicas=1),
+        cassandra.Unavailable("x", consistency=ConsistencyLevel.SERIAL, required_replicas=2, alive_replicas=1),
         cassandra.InvalidRequest("CQL Message of size 15000158 bytes exceeds allowed maximum of 8388608 bytes"),
         cassandra.Unauthorized("x"),
         protocol.IsBootstrappingErrorMessage(0x1002, "x", None),
@@ -150,3 +150,9 @@ def test_a_server_that_is_away_may_come_back(error: Exception) -> None:
     made: Any = setup_error(ADDRESS, error)
     assert isinstance(made, StoreUnavailable)
     assert "db.example/timers cannot be reached" in made.detail
+
+
+def test_too_few_replicas_for_the_commit_of_a_round_may_come_after_it_was_agreed_on() -> None:
+    error = cassandra.Unavailable("x", consistency=ConsistencyLevel.QUORUM, required_replicas=2, alive_replicas=1)
+    assert type(store_error(error, writing=True)) is OutcomeUnknown
+    assert type(store_error(error, writing=False)) is StoreUnavailable

@@ -9,7 +9,7 @@ import pytest
 from engine_world import World, in_world
 
 from duetime.clock import Clock
-from duetime.errors import OutcomeUnknown, StoreError, StoreThrottled, StoreUnavailable
+from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreThrottled, StoreUnavailable
 from duetime.model import State, shard_of
 from duetime.store import Batch, Committed
 from duetime.stores.memory import MemoryStore
@@ -88,3 +88,36 @@ def test_one_shard_that_is_refused_for_long_costs_nobody_a_shard_and_only_its_ow
         assert world.engine.telemetry.shards_lost.value == 0
 
     in_world(story, new_store=Torn)
+
+
+class Poisoned(MemoryStore):
+    """Refuses, for ever, every commit that has the timer "poison" in it, in the way that `how` says."""
+
+    how: StoreError = StoreUnavailable("too large")
+
+    async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+        if any(put.timer_id == "poison" for batch in batches for put in batch.puts):
+            raise self.how
+        return await super().commit(batches)
+
+
+@pytest.mark.parametrize("how", [StoreUnavailable("too large"), OutcomeUnknown("who knows")])
+def test_a_write_that_can_never_be_applied_keeps_no_other_from_it_and_ends_with_its_users_patience(
+    how: StoreError,
+) -> None:
+    async def story(world: World) -> None:
+        assert isinstance(world.store, Poisoned)
+        world.store.how = how
+        names = [f"t{n}" for n in range(60)]
+        poison = asyncio.ensure_future(world.create("poison", 3_600_000))
+        await asyncio.gather(*(world.create(name, 60_000) for name in names))
+        with pytest.raises((StoreUnavailable, OutcomeUnknown)):
+            await poison
+        await asyncio.sleep(60)
+        assert sorted(world.destinations.called()) == sorted(names), "fired, and their ends are written"
+        assert all([(await world.get(name)).state is State.DELIVERED for name in names])
+        if isinstance(how, StoreUnavailable):
+            await asyncio.sleep(60)
+            assert all(shard.is_quiet for shard in world.engine.shards.values())
+
+    in_world(story, new_store=Poisoned, namespaces__default_num_shards=1)

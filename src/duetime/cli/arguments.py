@@ -185,7 +185,7 @@ def _server_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--url", help="the server (DUETIME_URL; else http://127.0.0.1:8463)")
     group.add_argument("--token", help="bearer token (better: DUETIME_TOKEN)")
-    group.add_argument("--timeout", type=_seconds, default=10.0, metavar="SECONDS", help="give up after (default 10)")
+    group.add_argument("--timeout", type=_seconds, default=15.0, metavar="SECONDS", help="give up after (default 15)")
     group.add_argument(
         "--json", action="store_true", help="JSON for programs, errors too; a list is one object per line"
     )

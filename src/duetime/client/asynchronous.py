@@ -67,7 +67,7 @@ class AsyncClient:
         token: str | None = None,
         *,
         namespace: str = "default",
-        timeout: float = 10.0,
+        timeout: float = 15.0,  # more than the server takes to say that nothing was applied
         retries: int = RETRIES,
         coalesce: bool = False,
         direct: Direct = False,

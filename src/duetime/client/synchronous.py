@@ -108,7 +108,7 @@ class Client:
         token: str | None = None,
         *,
         namespace: str = "default",
-        timeout: float = 10.0,
+        timeout: float = 15.0,  # more than the server takes to say that nothing was applied
         retries: int = RETRIES,
         coalesce: bool = False,
         direct: Direct = False,

@@ -154,7 +154,7 @@ class CassandraStore:
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:
         return await self._open.outliving(self._open.writer.commit(batches))
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
+    async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
         return await self._open.reader.load(stretches)
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:

@@ -131,7 +131,7 @@ def _hosts(places: str) -> tuple[tuple[str, int], ...]:
 # proposal was accepted by some, and then the next round on the same partition completes it, or does not.
 
 NOT_APPLIED: Final[tuple[type[BaseException], ...]] = (
-    cassandra.Unavailable,  # fewer replicas alive than the round needs: it never began
+    cassandra.Unavailable,  # fewer replicas alive than the round needs: it never began (but see _is_from_before)
     cassandra.RequestValidationException,  # types, rights, sizes
     protocol.RequestValidationException,  # syntax, statements that are not prepared
     cassandra.AuthenticationFailed,
@@ -150,9 +150,18 @@ def store_error(error: BaseException, *, writing: bool) -> StoreError:
         if not writing or str(error.message).startswith(_TURNED_AWAY):
             return StoreThrottled(detail)
         return OutcomeUnknown(detail)
-    if writing and not isinstance(error, NOT_APPLIED):
+    if writing and not (isinstance(error, NOT_APPLIED) and _is_from_before(error)):
         return OutcomeUnknown(detail)
     return StoreUnavailable(detail)
+
+
+def _is_from_before(error: BaseException) -> bool:
+    """The older Paxos looks for replicas once more, to commit what a majority has accepted by then."""
+    is_late = isinstance(error, cassandra.Unavailable) and error.consistency not in _SERIAL
+    return not is_late
+
+
+_SERIAL: Final = (ConsistencyLevel.SERIAL, ConsistencyLevel.LOCAL_SERIAL)
 
 
 def in_words(error: BaseException) -> str:

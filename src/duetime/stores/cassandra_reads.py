@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from duetime.errors import StoreUnavailable
+from duetime.errors import StoreError, StoreUnavailable
 from duetime.model import Position, Reached, Timer, TimerKey
 from duetime.store import Found, Listing, ListQuery, Page, ShardRow, Stretch
 from duetime.stores.cassandra_cql import (
@@ -25,6 +25,7 @@ from duetime.stores.cassandra_cql import (
     shard_row,
 )
 from duetime.stores.cassandra_lines import Line
+from duetime.stores.fencing import each_by_itself
 from duetime.stores.merging import Item, Piece, Scan, matches, merged
 from duetime.stores.rows import LARGEST, Row, reached_of, timer_of
 
@@ -69,8 +70,9 @@ class Reader:
 
     # -- timers by time
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        return await asyncio.gather(*(self._load(stretch) for stretch in stretches))
+    async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
+        """Each by itself: replicas of one may be down, or its deleted rows too many to be read over."""
+        return await each_by_itself(stretches, [stretch.shard_id for stretch in stretches], self._load)
 
     async def _load(self, stretch: Stretch) -> Page:
         timers: list[Timer] = []

@@ -49,11 +49,11 @@ ATTEMPT_SECONDS = 3.0
 MEMBERSHIP_SECONDS = 1.5  # half a lease: a heartbeat that hangs leaves time for another one, on a new connection
 MEMBERSHIP_ATTEMPT_SECONDS = 0.7
 
-# A transaction takes 100 actions and 4 MB: the fence and a row each. Characters may be four bytes each. An item takes
-# 400 KB, payload, headers and all.
+# A transaction takes 100 actions and 4 MB: the fence and a row each. Characters may be four bytes each. An item and its
+# entry in the local index, which has all of it again, take 400 KB together: payload, headers and all.
 _ROWS_MAX = dynamodb_calls.ACTIONS_MAX - 1
 _CHARS_MAX = 384 * 1024
-_PAYLOAD_BYTES_MAX = 320 * 1024
+_PAYLOAD_BYTES_MAX = 144 * 1024
 
 
 class DynamoStore:
@@ -148,7 +148,7 @@ class DynamoStore:
         work = dynamodb_calls.commit(now.reads.read, now.commits.write, now.tables, batches)
         return await now.link.outliving(work)
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
+    async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
         return await dynamodb_reads.load(self._open.reads.read, self._open.tables, stretches)
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:

@@ -6,11 +6,16 @@ import enum
 from collections.abc import Mapping
 from typing import Any, Final
 
-import aiohttp
-from botocore import exceptions as aws
-from botocore.parsers import ResponseParserError
-
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
+
+try:
+    import aiohttp
+    from botocore import exceptions as aws
+    from botocore.parsers import ResponseParserError
+except ImportError:
+    raise SetupError(
+        "store.url: DynamoDB needs its driver: pip install 'duetime[dynamodb]'", field="store.url"
+    ) from None
 
 __all__ = ["CONDITION_FAILED", "VERDICTS", "Refused", "Verdict", "judged", "setup_error", "store_error"]
 

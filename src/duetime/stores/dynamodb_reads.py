@@ -12,11 +12,13 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from duetime.errors import StoreError
 from duetime.model import Position, Reached, Timer, TimerKey
 from duetime.store import Found, Listing, ListQuery, Page, Stretch
 from duetime.stores import dynamodb_items as items
 from duetime.stores.dynamodb_items import Item, number, text
 from duetime.stores.dynamodb_link import Run
+from duetime.stores.fencing import each_by_itself
 from duetime.stores.merging import Piece, Scan, matches, merged
 from duetime.stores.rows import bound_ms
 
@@ -83,9 +85,11 @@ async def rows_by_position(
         more["ExclusiveStartKey"] = answer["LastEvaluatedKey"]
 
 
-async def load(run: Run, tables: Tables, stretches: Sequence[Stretch]) -> list[Page]:
+async def load(run: Run, tables: Tables, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
+    """Each by itself: one partition may be throttled, and the others not."""
     answers_max = max(1, _ANSWERS_MAX // max(1, len(stretches)))
-    return list(await asyncio.gather(*(_load(run, tables, stretch, answers_max) for stretch in stretches)))
+    shard_ids = [stretch.shard_id for stretch in stretches]
+    return await each_by_itself(stretches, shard_ids, lambda stretch: _load(run, tables, stretch, answers_max))
 
 
 async def _load(run: Run, tables: Tables, stretch: Stretch, answers_max: int) -> Page:

@@ -220,7 +220,10 @@ def _labelled(error: BaseException, label: str) -> bool:
 def in_words(error: BaseException) -> str:
     """The driver adds the whole answer, or its whole view of the servers."""
     text = str(error) or type(error).__name__
-    return re.split(r", full error:|, Timeout: |\n| \(configured timeouts", text, maxsplit=1)[0]
+    # The server repeats the command it refuses, with all that is in it.
+    return re.split(
+        r", full error:|, Timeout: |\n| \(configured timeouts|(?: to execute command)? \{", text, maxsplit=1
+    )[0]
 
 
 def setup_error(address: Address, error: BaseException) -> SetupError | StoreUnavailable:
@@ -388,7 +391,7 @@ class Line:
             except BaseException as error:
                 with contextlib.suppress(Exception):
                     await talk.session.abort_transaction()
-                if not isinstance(error, errors.PyMongoError):
+                if not isinstance(error, (errors.PyMongoError, bson.errors.BSONError)):
                     raise
                 if _now() > expires_at or not _may_run_again(error):
                     raise store_error(error, writing=False) from error
@@ -421,7 +424,7 @@ async def begin(talk: Talk) -> None:
     await talk.session.start_transaction(_SNAPSHOT, _MAJORITY, ReadPreference.PRIMARY)
 
 
-def _may_run_again(error: errors.PyMongoError) -> bool:
+def _may_run_again(error: BaseException) -> bool:
     return _labelled(error, "TransientTransactionError") or code_of(error) == _INTERRUPTED
 
 

@@ -21,7 +21,7 @@ from bson.datetime_ms import DatetimeMS
 from pymongo import ReturnDocument, UpdateOne, errors
 from pymongo.asynchronous.cursor import AsyncCursor
 
-from duetime.errors import MemberDead, ShardLost
+from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreUnavailable
 from duetime.model import Namespace, Position, Timer, TimerKey
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
 from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
@@ -43,13 +43,13 @@ from duetime.stores.mongodb_documents import (
     timer_in,
     timer_key,
 )
-from duetime.stores.mongodb_link import Talk
+from duetime.stores.mongodb_link import Talk, in_words
 from duetime.stores.rows import FIRST_MS, as_json, decode_namespace
 from duetime.telemetry import log
 
 LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
 COMMAND_BYTES_MAX = 12 * 1024 * 1024  # of 16 MiB that a command may have; a single document may be larger
-DOCUMENT_BYTES = 2 * 1024  # of a document without its payload, about: more than most, less than few
+DOCUMENT_BYTES = 1024  # of a document without its texts: at most
 FEW = 16  # documents: up to here one slow command is faster than three quick ones (measured)
 
 T = TypeVar("T")
@@ -158,7 +158,11 @@ async def claim(write: Run, read: Run, claims: Sequence[Claim], session_ids: Seq
     wanted = {"_id": {"$in": [shard_key(claim.shard_id) for claim in claims]}}
     before = {document["shard_id"]: document for document in await read(lambda talk: _shard_documents(talk, wanted))}
     await write(lambda talk: _take(talk, claims, before, session_ids))
-    after = {document["shard_id"]: document for document in await read(lambda talk: _shard_documents(talk, wanted))}
+    try:
+        rows = await read(lambda talk: _shard_documents(talk, wanted))
+    except StoreUnavailable as error:  # by now something may be applied
+        raise OutcomeUnknown(error.detail) from error
+    after = {document["shard_id"]: document for document in rows}
     return [
         shard_in(after[claim.shard_id]) if claim.shard_id in after else ShardRow(claim.shard_id) for claim in claims
     ]
@@ -194,7 +198,9 @@ async def end_sessions(talk: Talk, session_ids: Iterable[Any]) -> None:
     try:
         await talk.db.client.admin.command("killSessions", [{"id": session_id} for session_id in session_ids])
     except errors.OperationFailure as error:
-        log.warning("transactions of a former owner cannot be ended, so that claims may wait for them: %s", error)
+        log.warning(
+            "transactions of a former owner cannot be ended, so that claims may wait for them: %s", in_words(error)
+        )
 
 
 async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
@@ -288,7 +294,7 @@ def _are_few(batches: Sequence[Batch]) -> bool:
     if sum(len(batch.puts) + len(batch.reached) for batch in batches) > FEW:
         return False
     timers = [timer for batch in batches for timer in (*batch.puts, *(r.timer for r in batch.reached))]
-    return sum(_bytes_of(timer.payload) for timer in timers) < COMMAND_BYTES_MAX
+    return sum(_bytes_of(timer.payload or "") for timer in timers) < COMMAND_BYTES_MAX - FEW * 64 * 1024
 
 
 async def commit_few(talk: Talk, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
@@ -352,7 +358,7 @@ def _parts(documents: Sequence[Document]) -> Iterator[list[Document]]:
     part: list[Document] = []
     size = 0
     for document in documents:
-        more = DOCUMENT_BYTES + _bytes_of(document.get("timer_payload"))
+        more = DOCUMENT_BYTES + sum(_bytes_of(value) for value in document.values() if isinstance(value, str))
         if part and size + more > COMMAND_BYTES_MAX:
             yield part
             part, size = [], 0
@@ -362,9 +368,9 @@ def _parts(documents: Sequence[Document]) -> Iterator[list[Document]]:
         yield part
 
 
-def _bytes_of(payload: str | None) -> int:
+def _bytes_of(text: str) -> int:
     """At most."""
-    return 0 if payload is None else len(payload) if payload.isascii() else 4 * len(payload)
+    return len(text) if text.isascii() else 4 * len(text)
 
 
 async def load(run: Run, stretches: Sequence[Stretch]) -> list[Page]:

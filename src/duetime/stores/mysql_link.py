@@ -94,7 +94,8 @@ def address_of(url: str) -> Address:
     database = unquote(parts.path.strip("/"))
     if not database or "/" in database:
         raise _wrong(f"names no database: {parts.scheme}://user:password@host:3306/DATABASE")
-    mode = options.get("ssl-mode", _SSL_MODES[0]).lower().replace("-", "_")
+    # As MySQL's own clients: whoever names an authority wants the server's certificate to be one of its.
+    mode = options.get("ssl-mode", "verify_ca" if "ssl-ca" in options else _SSL_MODES[0]).lower().replace("-", "_")
     if mode not in _SSL_MODES:
         raise _wrong(f"has ssl-mode={options['ssl-mode']}; known are {', '.join(_SSL_MODES)}")
     host, where = parts.hostname or "localhost", options.get("socket")
@@ -389,6 +390,9 @@ async def conclude(connection: Any, statements: Sequence[str]) -> list[Answer]:
     try:
         await _ask(connection, (*statements, "COMMIT" if statements else "ROLLBACK", _AFTERWARDS), answers)
     except asyncmy.MySQLError as error:
+        if len(answers) > len(statements):  # it is committed; what failed came after
+            connection.close()
+            return answers[: len(statements)]
         if len(answers) < len(statements) and _is_answer(number_of(error)):
             raise RolledBack from error
         raise

@@ -14,7 +14,7 @@ For an adapter that ships with Duetime, on a database named by URL:
 
     DUETIME_TEST_STORE=sqlite:///test.db pytest --pyargs duetime.testing.conformance
 
-That database is wiped before every test, so its URL must contain the word "test". One that was asked for
+That database is wiped before every test, so its name must contain the word "test". One that was asked for
 and cannot be reached is a failure, not a skip.
 
 DUETIME_TEST_EXAMPLES says how many random histories are compared with MemoryStore (default 25).

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import cast
 
 import pytest
 import pytest_asyncio
@@ -77,8 +78,14 @@ async def done(store: Store, batch: Batch) -> Committed:
     return result
 
 
+async def load(store: Store, stretches: Sequence[Stretch]) -> list[Page]:
+    pages = list(await store.load(stretches))
+    assert all(isinstance(page, Page) for page in pages), pages
+    return cast("list[Page]", pages)
+
+
 async def load_one(store: Store, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-    [page] = await store.load([Stretch(shard_id, after, until_ms, limit)])
+    [page] = await load(store, [Stretch(shard_id, after, until_ms, limit)])
     return page
 
 
