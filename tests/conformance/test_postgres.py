@@ -1,4 +1,4 @@
-"""PostgreSQL passes the conformance suite: 15 and 18, straight and behind pgbouncer."""
+"""PostgreSQL passes the conformance suite: 15 and 18, and behind pgbouncer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class TestPostgres18(OnServer):
     SERVER = "postgres18"
 
 
-class BehindPgbouncer(OnServer):
+class TestPostgres18BehindPgbouncer(OnServer):
+    SERVER = "postgres18"
     OPTIONS = "?pooler=transaction"
 
     def way_to(self, url: str, request: pytest.FixtureRequest) -> str:
@@ -26,11 +27,3 @@ class BehindPgbouncer(OnServer):
         request.config.add_cleanup(stack.close)
         bouncer = stack.enter_context(own("pgbouncer", upstream_port=require(self.SERVER).port))
         return str(bouncer.url(url.rpartition("/")[2]))
-
-
-class TestPostgres15BehindPgbouncer(BehindPgbouncer):
-    SERVER = "postgres15"
-
-
-class TestPostgres18BehindPgbouncer(BehindPgbouncer):
-    SERVER = "postgres18"

@@ -43,7 +43,7 @@ class Life(Harness):
         assert limits.name
         assert limits.batch_max >= 1
         assert limits.lanes >= 1
-        assert limits.payload_bytes_max >= 256 * 1024
+        assert limits.payload_bytes_max >= 64 * 1024
         assert limits.time_resolution_ms == 1
 
 
