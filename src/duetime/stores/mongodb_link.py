@@ -79,8 +79,8 @@ def address_of(url: str) -> Address:
     parts = urlsplit(url)
     if parts.fragment:
         raise _wrong("has a '#': in a name or a password it is written %23")
-    if parts.netloc.count("@") > 1:
-        raise _wrong("has an '@' in its password: there it is written %40")
+    if parts.netloc.count("@") > 1 or "@" in parts.path:
+        raise _wrong("has an '@' or a '/' in its password: there they are written %40 and %2F")
     database = unquote(parts.path[1:])
     if not database:
         raise _wrong("names no database: mongodb://user:password@host:27017/DATABASE")
