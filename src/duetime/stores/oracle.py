@@ -10,11 +10,13 @@ what.
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from duetime.store import Capabilities
 from duetime.stores import oracle_link, oracle_list, oracle_schema, oracle_sql
 from duetime.stores.sql_store import SqlStore
 
-__all__ = ["OracleStore", "wipe"]
+__all__ = ["OracleStore", "place_of", "wipe"]
 
 
 class OracleStore(SqlStore):
@@ -24,6 +26,11 @@ class OracleStore(SqlStore):
     schema = oracle_schema
     words = reads = oracle_sql
     lists = oracle_list
+
+
+def place_of(url: str) -> str:
+    """For tests: what is wiped is a user's, not a database."""
+    return urlsplit(url).username or ""
 
 
 async def wipe(url: str) -> None:
