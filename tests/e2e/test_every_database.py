@@ -1,7 +1,7 @@
 """Every database, the same promise: two instances under load, killed and cut off from it, judged by the receiver.
 
 The storm is that of test_cluster_chaos.py, with faults on the links made by Toxiproxy. `DUETIME_CHAOS_MINUTES` makes
-it longer, `DUETIME_CHAOS_SEED` draws the same faults again.
+it longer, and blows on all, `DUETIME_CHAOS_SEED` draws the same faults again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from servers import fresh_database, own, require
 STORM_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.3")) * 60
 FORGETFUL = {"ministack"}  # keeps everything in memory: it is neither killed nor restarted
 DATABASES = ["postgres15", "mariadb", "mysql", "mongodb", "cassandra", "ministack"]
+# The storm takes longest: without being asked for it blows once on each adapter, where the server is a real one.
+STORMY = DATABASES if "DUETIME_CHAOS_MINUTES" in os.environ else ["postgres15", "mysql", "mongodb", "cassandra"]
 if os.environ.get("DUETIME_TEST_TIDB"):
-    DATABASES = ["tidb"]
+    DATABASES = STORMY = ["tidb"]
 
 
 @pytest.mark.parametrize("name", DATABASES)
@@ -56,7 +58,7 @@ async def test_two_instances_and_kill_9_of_one_after_the_other(name: str, tmp_pa
         assert len(load.receiver.callbacks) > 200
 
 
-@pytest.mark.parametrize("name", DATABASES)
+@pytest.mark.parametrize("name", STORMY)
 async def test_a_storm_with_faults_on_the_link_loses_nothing_and_repeats_only_what_was_in_flight(
     name: str, tmp_path: Path
 ) -> None:
