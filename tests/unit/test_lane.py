@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 from engine_world import World, in_world
+from msgspec.structs import replace
 
 from duetime.clock import Clock
-from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreThrottled, StoreUnavailable
+from duetime.errors import NotFound, OutcomeUnknown, ShardLost, StoreError, StoreThrottled, StoreUnavailable
 from duetime.model import State, shard_of
-from duetime.store import Batch, Committed
+from duetime.store import Batch, Committed, Page, Stretch
 from duetime.stores.memory import MemoryStore
 
 REFUSED, UNKNOWN, FINE = 1, 2, 3
@@ -121,3 +122,102 @@ def test_a_write_that_can_never_be_applied_keeps_no_other_from_it_and_ends_with_
             assert all(shard.is_quiet for shard in world.engine.shards.values())
 
     in_world(story, new_store=Poisoned, namespaces__default_num_shards=1)
+
+
+class InSmallParts(Torn):
+    capabilities = replace(Torn.capabilities, batch_max=5)
+
+
+def test_a_refused_shard_rests_even_if_it_has_more_than_one_batch_waiting() -> None:
+    async def story(world: World) -> None:
+        store = world.store
+        assert isinstance(store, Torn)
+        store.times = 1_000_000
+        asked = [asyncio.ensure_future(world.create(name_in(REFUSED, number), 60_000)) for number in range(11)]
+        await asyncio.sleep(5)
+        assert len(store.torn) < 15, "20 ms, then twice as long each time, up to a second"
+        store.times = 0
+        await asyncio.gather(*asked)
+
+    in_world(story, new_store=InSmallParts)
+
+
+class Slow(MemoryStore):
+    """Answers a commit of the timer "late" after longer than a user waits: it was not applied."""
+
+    async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+        if any(put.timer_id == "late" for batch in batches for put in batch.puts):
+            await asyncio.sleep(15)
+            raise StoreUnavailable("no")
+        return await super().commit(batches)
+
+
+def test_a_write_whose_user_was_told_that_nobody_knows_ends_when_it_turns_out_not_to_be_applied() -> None:
+    async def story(world: World) -> None:
+        with pytest.raises(OutcomeUnknown):
+            await world.create("late", 3_600_000)
+        await asyncio.sleep(20)
+        assert all(shard.is_quiet for shard in world.engine.shards.values())
+        assert world.engine.writes_waiting == 0
+        with pytest.raises(NotFound):
+            await world.get("late")
+
+    in_world(story, new_store=Slow)
+
+
+class Weighed(MemoryStore):
+    capabilities = replace(MemoryStore.capabilities, batch_chars_max=20_000)
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        super().__init__(clock)
+        self.counts: list[int] = []
+
+    async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+        self.counts.append(sum(len(batch.puts) for batch in batches))
+        return await super().commit(batches)
+
+
+@pytest.mark.parametrize("large", [{"headers": {"X-A": "x" * 2_000}}, {"tags": tuple(f"{n:0100}" for n in range(20))}])
+def test_headers_and_tags_weigh_as_payloads_do(large: dict[str, object]) -> None:
+    async def story(world: World) -> None:
+        assert isinstance(world.store, Weighed)
+        await asyncio.gather(*(world.create(f"t{n}", 60_000, **large) for n in range(30)))
+        assert max(world.store.counts) <= 3
+
+    in_world(story, new_store=Weighed, namespaces__default_num_shards=1)
+
+
+class HalfBlind(MemoryStore):
+    """Cannot read shard 1, as long as `blind`: and says so for it alone, or for all."""
+
+    blind = False
+    says = "alone"
+
+    async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:  # type: ignore[override]
+        pages: list[Page | StoreError] = list(await super().load(stretches))
+        if not self.blind:
+            return pages
+        if self.says == "for all":
+            raise StoreUnavailable("cannot read")
+        return [
+            StoreUnavailable("cannot read") if s.shard_id == 1 else p for s, p in zip(stretches, pages, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("says", ["alone", "for all"])
+def test_a_shard_that_cannot_be_read_keeps_no_other_from_firing_and_fires_when_it_can(says: str) -> None:
+    async def story(world: World) -> None:
+        store = world.store
+        assert isinstance(store, HalfBlind)
+        names = [name_in(shard) for shard in range(16)]
+        await asyncio.gather(*(world.create(name, 600_000) for name in names))
+        store.blind, store.says = True, says
+        await world.crash_and_restart()
+        await asyncio.sleep(700)
+        others = sorted(set(names) - {name_in(1)})
+        assert sorted(world.destinations.called()) == (others if says == "alone" else [])
+        store.blind = False
+        await asyncio.sleep(30)
+        assert sorted(world.destinations.called()) == sorted(names)
+
+    in_world(story, new_store=HalfBlind)

@@ -16,6 +16,7 @@ from duetime.stores.mongodb_link import (
     REFUSED_BY_THE_DRIVER,
     address_of,
     code_of,
+    in_words,
     may_have_committed,
     setup_error,
     store_error,
@@ -177,3 +178,8 @@ async def test_what_fails_after_a_part_was_applied_is_unknown_and_not_unapplied(
 
     with pytest.raises(kind):
         await mongodb_operations.commit(run, [Batch(Fence(0, 1, 1)), Batch(Fence(0, 1, 1))])  # type: ignore[arg-type]
+
+
+def test_what_the_server_repeats_of_a_command_is_not_repeated() -> None:
+    said = 'not authorized on shop to execute command { findAndModify: "members", secret: "abc" }, full error: {"a": 1}'
+    assert in_words(errors.OperationFailure(said, 13)) == "not authorized on shop"

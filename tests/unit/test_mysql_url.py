@@ -100,3 +100,9 @@ def test_without_the_driver_one_is_told_how_to_get_it() -> None:
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert "pip install 'duetime[mysql]'" in said
+
+
+def test_whoever_names_an_authority_wants_the_certificate_checked() -> None:
+    assert address_of("mysql://u@h/d?ssl-ca=ca.pem").ssl_mode == "verify_ca"
+    assert address_of("mysql://u@h/d?ssl-ca=ca.pem&ssl-mode=preferred").ssl_mode == "preferred"
+    assert address_of("mysql://u@h/d").ssl_mode == "preferred"
