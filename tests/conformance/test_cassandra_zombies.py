@@ -8,18 +8,21 @@ that is no condition, and a batch that forgets Cassandra's rules, are caught.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from cassandra.query import BatchStatement, BatchType
 from msgspec.structs import replace
 
 from duetime.errors import OutcomeUnknown, ShardLost, StoreUnavailable
-from duetime.model import Ending, Position
-from duetime.store import Batch, Claim, Committed, Fence, ListQuery
+from duetime.model import Ending, Position, uuid_of
+from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Page, Stretch
 from duetime.stores import cassandra_writes
 from duetime.stores.cassandra import CassandraStore, wipe
+from duetime.stores.cassandra_cql import TIMER
 from duetime.stores.cassandra_lines import Line, Statement
+from duetime.stores.cassandra_link import TooManyDeleted
 from duetime.stores.cassandra_writes import Writer
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, contents, done, listed, put, take
@@ -282,6 +285,34 @@ async def test_lists_begin_where_something_stands_and_miss_nothing_that_comes_be
     assert await all_reached(scene.b) == [late, *ends[8:]]
     assert await scene.a.purge_reached([fence], 8, 5) == [1]
     assert (await listed(scene.b, replace(everything, endings=frozenset(Ending))))[1] == ends[8:]
+
+
+async def leave_tombstones(scene: Scene, places: Sequence[Position]) -> None:
+    """As deleting so many timers does, but in seconds. The server gives up a read that meets 100,000."""
+    data, say = scene.a._open.data, scene.a._open.say
+    for start in range(0, len(places), 5_000):
+        batch = BatchStatement(BatchType.UNLOGGED)
+        for place in places[start : start + 5_000]:
+            batch.add(say.drop, (0, TIMER, *place, b""))
+        await data._rows(batch, None)
+
+
+async def test_timers_behind_more_deleted_ones_than_a_read_may_meet_are_found(scene: Scene) -> None:
+    """All of one moment, as of those who wanted to be called at nine: no range of times is narrow enough."""
+    fence = await take(scene.a, 0)
+    before, behind, last = make_timer("before", 10), make_timer("behind", 60_000), make_timer("last", 2_000_000)
+    await put(scene.a, fence, before, behind, last)
+    await leave_tombstones(scene, [Position(50_000, *uuid_of("test", f"nine-{n}")) for n in range(110_000)])
+    with pytest.raises(TooManyDeleted):
+        await scene.a._open.data.read(scene.a._open.say.load, 0, *before.position, *behind.position, 1)
+
+    assert await all_timers(scene.b) == [before, behind, last]
+    [page] = await scene.b.load([Stretch(0, before.position, 2_000_000, 1)])
+    assert page == Page([behind], behind.position)
+    assert (await listed(scene.b, ListQuery(namespace="test", num_shards=4)))[0] == [before, behind, last]
+    await done(scene.a, Batch(fence, (), [before.key]))
+    await done(scene.a, Batch(fence, low_water=Position(70_000, 0, 0)))
+    assert await floors(scene) == (60_000, None), "from now on nobody has to pass over them"
 
 
 # --- some shards, but not all --------------------------------------------------------------------

@@ -71,6 +71,7 @@ def without_nulls(values: tuple[Any, ...]) -> list[Any]:
 
 _KEY: Final = "row_type, timer_execute_at, timer_uuid_high, timer_uuid_low, row_order"
 _POSITION: Final = "(timer_execute_at, timer_uuid_high, timer_uuid_low)"
+_BETWEEN: Final = f"{_POSITION} > (?, ?, ?) AND {_POSITION} <= (?, ?, ?) LIMIT ?"
 _SHARD_ROW: Final = f"""shard_id = ? AND row_type = {SHARD}
   AND timer_execute_at = 0 AND timer_uuid_high = 0 AND timer_uuid_low = 0 AND row_order = 0x"""
 _FENCE: Final = "IF shard_version = ? AND shard_nonce = ?"
@@ -151,15 +152,12 @@ def texts(keyspace: str) -> dict[str, str]:
         "before": f"""SELECT row_type, timer_uuid_high, timer_uuid_low, {_ms("timer_own_execute_at")},
             timer_own_uuid_high, timer_own_uuid_low, shard_version, shard_nonce, {_ms("shard_timers_from")},
             {_ms("shard_reached_from")} FROM {timers} WHERE shard_id = ? AND ({_KEY}) IN ?""",
-        "first_timer": f"""SELECT {_ms("timer_execute_at")} {of_shard} = {TIMER} AND timer_execute_at >= ?
-            AND timer_execute_at < ? LIMIT 1""",
+        "first_timer": f"""SELECT {_ms("timer_execute_at")} {of_shard} = {TIMER} AND {_BETWEEN}""",
         "expired": f"""SELECT {_selected(KEY_COLUMNS)}, timer_namespace, timer_id, timer_generation,
             {_ms("timer_reached_at")} {of_shard} = {REACHED} AND timer_execute_at >= ? AND timer_execute_at < ?
             LIMIT ?""",
-        "load": f"""SELECT {_selected(TIMER_COLUMNS)} {of_shard} = {TIMER} AND {_POSITION} > (?, ?, ?)
-            AND timer_execute_at <= ? LIMIT ?""",
-        "list_reached": f"""SELECT {_selected(REACHED_COLUMNS)} {of_shard} = {REACHED} AND {_POSITION} > (?, ?, ?)
-            AND timer_execute_at <= ? LIMIT ?""",
+        "load": f"""SELECT {_selected(TIMER_COLUMNS)} {of_shard} = {TIMER} AND {_BETWEEN}""",
+        "list_reached": f"""SELECT {_selected(REACHED_COLUMNS)} {of_shard} = {REACHED} AND {_BETWEEN}""",
         "newest": f"""SELECT timer_uuid_high, timer_uuid_low, row_order {of_shard} = {REACHED_OF_ID}
             AND timer_execute_at = 0 AND (timer_uuid_high, timer_uuid_low) IN ? {_BACKWARDS} LIMIT ?""",
         "rows": f"""SELECT {_selected(REACHED_COLUMNS)}, row_type FROM {timers}

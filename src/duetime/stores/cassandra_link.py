@@ -23,7 +23,16 @@ try:
 except cassandra.DependencyException as error:  # since Python 3.12 it needs libev, which its wheels bring along
     raise SetupError(f"store.url: Cassandra's driver was built without libev: {error}", field="store.url") from None
 
-__all__ = ["LEVELS", "Address", "address_of", "in_words", "setup_error", "store_error", "wrong_url"]
+__all__ = [
+    "LEVELS",
+    "Address",
+    "TooManyDeleted",
+    "address_of",
+    "in_words",
+    "setup_error",
+    "store_error",
+    "wrong_url",
+]
 
 # --- the URL -------------------------------------------------------------------------------------
 
@@ -143,6 +152,13 @@ NOT_APPLIED: Final[tuple[type[BaseException], ...]] = (
 _TURNED_AWAY: Final = ("Request breached", "Query timed out before it could start", "Request has spent over")
 
 
+_TOMBSTONES: Final = 1  # what a replica says of a read that it gave up
+
+
+class TooManyDeleted(StoreUnavailable):
+    """A read met more deleted rows than the server is willing to pass over at once. A narrower one meets fewer."""
+
+
 def store_error(error: BaseException, *, writing: bool) -> StoreError:
     """What a driver's error means to the engine."""
     detail = f"cassandra: {in_words(error)}"
@@ -152,6 +168,8 @@ def store_error(error: BaseException, *, writing: bool) -> StoreError:
         return OutcomeUnknown(detail)
     if writing and not (isinstance(error, NOT_APPLIED) and _is_from_before(error)):
         return OutcomeUnknown(detail)
+    if isinstance(error, cassandra.ReadFailure) and _TOMBSTONES in (error.error_code_map or {}).values():
+        return TooManyDeleted(detail)
     return StoreUnavailable(detail)
 
 

@@ -25,9 +25,10 @@ from duetime.stores.cassandra_cql import (
     shard_row,
 )
 from duetime.stores.cassandra_lines import Line
+from duetime.stores.cassandra_ranges import between, end_of
 from duetime.stores.fencing import each_by_itself
 from duetime.stores.merging import Item, Piece, Scan, matches, merged
-from duetime.stores.rows import LARGEST, Row, reached_of, timer_of
+from duetime.stores.rows import Row, reached_of, timer_of
 
 __all__ = ["Reader"]
 
@@ -71,7 +72,7 @@ class Reader:
     # -- timers by time
 
     async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
-        """Each by itself: replicas of one may be down, or its deleted rows too many to be read over."""
+        """Each by itself: replicas of one may be down."""
         return await each_by_itself(stretches, [stretch.shard_id for stretch in stretches], self._load)
 
     async def _load(self, stretch: Stretch) -> Page:
@@ -79,7 +80,7 @@ class Reader:
         after, chars = stretch.after, 0
         count = min(stretch.limit, ROWS_PER_READ)
         while True:
-            rows = await self._read(self._say.load, stretch.shard_id, *after, stretch.until_ms, count)
+            rows = await between(self._read, self._say.load, stretch.shard_id, after, stretch.until_ms, count)
             timers += map(timer_of, rows)
             chars += sum(len(row[_PAYLOAD] or "") for row in rows)
             if len(rows) < count:
@@ -164,9 +165,9 @@ class Reader:
             return Piece((), True)
         ended = bool(query.endings)
         floor_ms = floors.reached_from_ms if ended else floors.timers_from_ms
-        after = scan.after if floor_ms is None else max(scan.after, Position(floor_ms - 1, LARGEST, LARGEST))
+        after = scan.after if floor_ms is None else max(scan.after, end_of(floor_ms - 1))
         statement = self._say.list_reached if ended else self._say.load
-        rows = await self._read(statement, scan.shard_id, *after, scan.until_ms, scan.count)
+        rows = await between(self._read, statement, scan.shard_id, after, scan.until_ms, scan.count)
         return Piece([_item(query, row) for row in rows], len(rows) < scan.count)
 
 

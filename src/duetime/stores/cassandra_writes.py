@@ -40,6 +40,7 @@ from duetime.stores.cassandra_cql import (
     without_nulls,
 )
 from duetime.stores.cassandra_lines import Line, Statement
+from duetime.stores.cassandra_ranges import between, end_of
 from duetime.stores.fencing import NOTHING_REPLACED, as_a_whole, each_by_itself, lost
 from duetime.stores.rows import FIRST_MS, bound_ms, reached_values, timer_values
 
@@ -178,8 +179,10 @@ class Writer:
         if until_ms <= start_ms:
             return from_ms
         try:
-            rows = await self._line.read(self._say.first_timer, shard_id, start_ms, until_ms)
-        except StoreError:  # too many tombstones, perhaps: the floor stays where it is
+            rows = await between(
+                self._line.read, self._say.first_timer, shard_id, end_of(start_ms - 1), until_ms - 1, 1
+            )
+        except StoreError:  # the floor stays where it is
             return from_ms
         return int(rows[0][0]) if rows else until_ms
 
