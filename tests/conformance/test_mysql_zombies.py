@@ -288,6 +288,20 @@ async def test_a_fence_that_does_not_lock_or_look_lets_the_zombie_write_and_is_n
 
 
 @on_all
+async def test_what_fails_after_the_commit_does_not_make_the_commit_fail(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It travels in one message with the commit. That is done; whoever was told otherwise would do it again."""
+    fence = await filled(scene)
+    monkeypatch.setattr(mysql_link, "_AFTERWARDS", "SET SESSION wait_timeout = nonsense")
+    [answer] = await scene.store.commit([Batch(fence, [make_timer("new"), make_timer("kept", 9)])])
+    assert isinstance(answer, Committed)
+    assert answer.replaced == {1}
+    monkeypatch.undo()
+    assert make_timer("new") in await all_timers(scene.store)
+
+
+@on_all
 async def test_one_that_stops_in_the_middle_of_a_write_holds_its_shards_for_a_moment_only(scene: Scene) -> None:
     """Frozen, or cut off from a server that does not notice: the server ends its transaction, and others go on."""
     fence = await filled(scene)
