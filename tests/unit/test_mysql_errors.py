@@ -15,8 +15,6 @@ from duetime.store import Fence
 from duetime.stores import mysql_link, mysql_sql
 from duetime.stores.mysql_link import (
     MAY_HAVE_COMMITTED,
-    Again,
-    Line,
     RolledBack,
     _Driver,
     address_of,
@@ -25,6 +23,7 @@ from duetime.stores.mysql_link import (
     setup_error,
     store_error,
 )
+from duetime.stores.sessions import Again
 
 ADDRESS = address_of("mysql://me:secret@db.example/timers")
 
@@ -187,24 +186,6 @@ async def test_a_connection_that_ends_before_the_commit_in_the_same_message_is_o
     with pytest.raises(asyncmy.OperationalError) as caught:
         await conclude(_Refusing(0, _raised(2013)), ["DELETE …", "INSERT …"])
     assert may_have_committed(caught.value)
-
-
-async def test_a_deadlock_is_tried_again_from_the_start_and_then_given_up() -> None:
-    tries = 0
-
-    async def work() -> int:
-        nonlocal tries
-        tries += 1
-        if tries < 3 or tries > 10:
-            raise Again("deadlock")
-        return tries
-
-    line = Line(ADDRESS, 1, 1, 1)
-    assert await line._tried(work) == 3
-    tries = 20
-    with pytest.raises(StoreUnavailable):
-        await line._tried(work)
-    assert tries == 23
 
 
 @pytest.mark.parametrize(("failing", "kind"), [(1, StoreUnavailable), (2, OutcomeUnknown)])

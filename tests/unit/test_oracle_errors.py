@@ -15,7 +15,6 @@ from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottle
 from duetime.stores.oracle_link import (
     DRIVER_MAY_HAVE_COMMITTED,
     MAY_HAVE_COMMITTED,
-    Again,
     Line,
     Link,
     address_of,
@@ -23,6 +22,7 @@ from duetime.stores.oracle_link import (
     setup_error,
     store_error,
 )
+from duetime.stores.sessions import Again
 
 ADDRESS = address_of("oracle://me:secret@db.example/timers")
 

@@ -13,9 +13,9 @@ from mssql_python.exceptions import sqlstate_to_exception
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreThrottled, StoreUnavailable
 from duetime.stores import sqlserver_link
+from duetime.stores.sessions import Again
 from duetime.stores.sqlserver_link import (
     MAY_HAVE_COMMITTED,
-    Again,
     Link,
     address_of,
     may_have_committed,

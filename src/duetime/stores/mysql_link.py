@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from msgspec import Struct
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
-from duetime.stores.sessions import CONNECT_SECONDS, Sessions
+from duetime.stores.sessions import CONNECT_SECONDS, Again, Sessions
 
 try:
     import asyncmy
@@ -172,10 +172,6 @@ _MESSAGES: dict[int, str] = {
     2013: "the connection was lost",
     8025: "the timer is too large for the database (txn-entry-size-limit)",
 }
-
-
-class Again(StoreUnavailable):
-    """Not applied, and worth another try at once."""
 
 
 class RolledBack(Exception):
@@ -450,29 +446,19 @@ Read: TypeAlias = Callable[[Sequence[str]], Awaitable[list[Answer]]]
 
 
 class Line:
-    """Sessions for one kind of work, and another try for what was rolled back for no fault of its own."""
-
-    TRIES = 3
+    """Sessions for one kind of work."""
 
     def __init__(self, address: Address, count: int, deadline_seconds: float, connect_seconds: float) -> None:
         self._sessions: Sessions[Any] = Sessions(_Driver(address), count, deadline_seconds, connect_seconds)
 
     async def read(self, statements: Sequence[str]) -> list[Answer]:
-        return await self._tried(lambda: self._sessions.read(lambda db: ask(db, statements)))
+        return await self._sessions.read(lambda db: ask(db, statements))
 
     async def write(self, work: Work[T], commit: Work[None] | None = None, /) -> T:
-        return await self._tried(lambda: self._sessions.write(work, commit))
+        return await self._sessions.write(work, commit)
 
     async def close(self) -> None:
         await self._sessions.close()
 
     def drop_connections(self) -> None:
         self._sessions.drop_connections()
-
-    async def _tried(self, run: Callable[[], Awaitable[T]]) -> T:
-        for turn in range(1, self.TRIES):
-            try:
-                return await run()
-            except Again:
-                await asyncio.sleep(0.02 * turn)
-        return await run()

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from msgspec import Struct
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
-from duetime.stores.sessions import CONNECT_SECONDS, Sessions
+from duetime.stores.sessions import CONNECT_SECONDS, Again, Sessions
 
 try:
     import oracledb
@@ -176,10 +176,6 @@ _MESSAGES: dict[int, str] = {
     30006: "a lock was not to be had in time",
     30036: "the undo tablespace is full",
 }
-
-
-class Again(StoreUnavailable):
-    """Not applied, and worth another try at once."""
 
 
 def code_of(error: BaseException) -> int:
@@ -416,32 +412,20 @@ async def _rollback(link: Link) -> None:
 
 
 class Line:
-    """Sessions for one kind of work, and another try for what was rolled back for no fault of its own."""
-
-    TRIES = 3
+    """Sessions for one kind of work."""
 
     def __init__(self, address: Address, count: int, deadline_seconds: float, connect_seconds: float) -> None:
         self._sessions: Sessions[Link] = Sessions(_Driver(address), count, deadline_seconds, connect_seconds)
 
     async def read(self, work: Work[T], /) -> T:
         """A query opens no transaction, so there is none to end."""
-        return await self._tried(lambda: self._sessions.read(lambda link: link.run(work)))
+        return await self._sessions.read(lambda link: link.run(work))
 
     async def write(self, work: Work[T], /) -> T:
-        return await self._tried(
-            lambda: self._sessions.write(lambda link: link.run(work), lambda link: link.run(_commit))
-        )
+        return await self._sessions.write(lambda link: link.run(work), lambda link: link.run(_commit))
 
     async def close(self) -> None:
         await self._sessions.close()
 
     def drop_connections(self) -> None:
         self._sessions.drop_connections()
-
-    async def _tried(self, run: Callable[[], Awaitable[T]]) -> T:
-        for turn in range(1, self.TRIES):
-            try:
-                return await run()
-            except Again:
-                await asyncio.sleep(0.02 * turn)
-        return await run()

@@ -14,13 +14,18 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from duetime.errors import OutcomeUnknown, StoreError, StoreUnavailable
 
-__all__ = ["CLOSE_SECONDS", "CONNECT_SECONDS", "Driver", "Session", "Sessions"]
+__all__ = ["CLOSE_SECONDS", "CONNECT_SECONDS", "Again", "Driver", "Session", "Sessions"]
 
 C = TypeVar("C")
 T = TypeVar("T")
 
 CONNECT_SECONDS = 3.0
 CLOSE_SECONDS = 2.0
+TRIES = 3
+
+
+class Again(StoreUnavailable):
+    """Not applied, for no fault of its own (a deadlock, say), and worth another try at once."""
 
 
 class Driver(Protocol[C]):
@@ -181,7 +186,7 @@ class Session(Generic[C]):
 
 
 class Sessions(Generic[C]):
-    """A few sessions for the same kind of work: the idlest one takes it."""
+    """A few sessions for the same kind of work: the idlest one takes it, and another one may try again."""
 
     def __init__(
         self, driver: Driver[C], count: int, deadline_seconds: float, connect_seconds: float = CONNECT_SECONDS
@@ -189,10 +194,10 @@ class Sessions(Generic[C]):
         self._sessions = [Session(driver, deadline_seconds, connect_seconds) for _ in range(count)]
 
     async def read(self, work: Work[C, T], commit: Work[C, None] | None = None) -> T:
-        return await self._idlest().read(work, commit)
+        return await self._tried(lambda session: session.read(work, commit))
 
     async def write(self, work: Work[C, T], commit: Work[C, None] | None = None) -> T:
-        return await self._idlest().write(work, commit)
+        return await self._tried(lambda session: session.write(work, commit))
 
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in self._sessions))
@@ -200,6 +205,14 @@ class Sessions(Generic[C]):
     def drop_connections(self) -> None:
         for session in self._sessions:
             session.drop_connection()
+
+    async def _tried(self, run: Callable[[Session[C]], Awaitable[T]]) -> T:
+        for turn in range(1, TRIES):
+            try:
+                return await run(self._idlest())
+            except Again:
+                await asyncio.sleep(0.02 * turn)
+        return await run(self._idlest())
 
     def _idlest(self) -> Session[C]:
         return min(self._sessions, key=lambda session: session.busy)

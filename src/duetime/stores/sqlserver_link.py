@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
 from duetime.stores.rows import Row
-from duetime.stores.sessions import CONNECT_SECONDS, Sessions
+from duetime.stores.sessions import CONNECT_SECONDS, Again, Sessions
 
 try:
     import mssql_python
@@ -157,10 +157,6 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
     ("Communication link failure", "the connection was lost"),
     ("TCP Provider", "the connection was lost"),
 )
-
-
-class Again(StoreUnavailable):
-    """Not applied, and worth another try at once."""
 
 
 def _states_by_text() -> dict[str, str]:
@@ -459,29 +455,19 @@ class Run(Protocol):
 
 
 class Line:
-    """Sessions for one kind of work, and another try for what was rolled back for no fault of its own."""
-
-    TRIES = 3
+    """Sessions for one kind of work."""
 
     def __init__(self, address: Address, count: int, deadline_seconds: float, connect_seconds: float) -> None:
         self._sessions: Sessions[Link] = Sessions(_Driver(address), count, deadline_seconds, connect_seconds)
 
     async def read(self, work: Work[T], /) -> T:
-        return await self._tried(lambda: self._sessions.read(lambda link: link.run(work)))
+        return await self._sessions.read(lambda link: link.run(work))
 
     async def write(self, work: Work[T], /) -> T:
-        return await self._tried(lambda: self._sessions.write(lambda link: link.run(work)))
+        return await self._sessions.write(lambda link: link.run(work))
 
     async def close(self) -> None:
         await self._sessions.close()
 
     def drop_connections(self) -> None:
         self._sessions.drop_connections()
-
-    async def _tried(self, run: Callable[[], Awaitable[T]]) -> T:
-        for turn in range(1, self.TRIES):
-            try:
-                return await run()
-            except Again:
-                await asyncio.sleep(0.02 * turn)
-        return await run()
