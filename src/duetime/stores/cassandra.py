@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Sequence
+from typing import Self, TypeVar
 
 from duetime.errors import MemberDead, ShardLost, StoreError, StoreUnavailable
 from duetime.model import Namespace, TimerKey
@@ -35,13 +35,13 @@ from duetime.store import (
     Stretch,
 )
 from duetime.stores import cassandra_link, cassandra_schema
+from duetime.stores.begun import Begun
 from duetime.stores.cassandra_cql import Statements, texts
 from duetime.stores.cassandra_lines import Line, Link, connect
 from duetime.stores.cassandra_link import Address
 from duetime.stores.cassandra_reads import Reader
 from duetime.stores.cassandra_writes import Writer
 from duetime.stores.rows import as_json, decode_namespace
-from duetime.stores.sessions import CLOSE_SECONDS
 
 __all__ = ["CassandraStore", "wipe"]
 
@@ -191,7 +191,8 @@ class _Open:
         self.reader = Reader(data, say)
         self.lister = Reader(lists, say)
         self._lines = (data, lists, membership)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._begun = Begun()
+        self.outliving = self._begun.outliving
 
     @classmethod
     async def ready(cls, address: Address) -> _Open:
@@ -212,22 +213,9 @@ class _Open:
             Line(address, links[2], MEMBERSHIP_SECONDS, impatient=True),
         )
 
-    async def outliving(self, work: Coroutine[Any, Any, T]) -> T:
-        """A caller that is cancelled stops waiting; the work goes on to its end."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return await asyncio.shield(task)
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, even if nobody waits for it any more
-
     async def close(self) -> None:
         """After what is under way, unless that takes too long."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        await self._begun.close()
         await asyncio.gather(*(line.close() for line in self._lines))
 
 

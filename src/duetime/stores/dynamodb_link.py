@@ -13,7 +13,7 @@ import contextlib
 import random
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from duetime.clock import SystemClock
 from duetime.errors import SetupError
+from duetime.stores.begun import Begun
 from duetime.stores.dynamodb_clock import ServerClock
 
 try:
@@ -45,7 +46,6 @@ Run = Callable[..., Awaitable[Answer]]
 """An operation by its name, and its request; answers what the service does, or raises a StoreError or Refused."""
 
 CONNECT_SECONDS = 3.0
-CLOSE_SECONDS = 2.0
 BUSY_SECONDS = 2.0  # how long the busy and the absent are asked again, before the engine hears of it
 _PAUSE_FIRST_SECONDS = 0.025
 _PAUSE_MAX_SECONDS = 0.8
@@ -174,7 +174,8 @@ class Link:
         self.clock = ServerClock()
         self._boot_ms = SystemClock().boot_ms
         self._exit = contextlib.AsyncExitStack()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._begun = Begun()
+        self.outliving = self._begun.outliving
         if address.ca_file is not None:
             try:
                 ssl.create_default_context(cafile=address.ca_file)  # the driver would not say which file it was
@@ -212,25 +213,12 @@ class Link:
             raise setup_error(address.label, error) from error
         return Line(self, client, connections, deadline_seconds, attempt_seconds)
 
-    async def outliving(self, work: Coroutine[Any, Any, T]) -> T:
-        """A caller that is cancelled stops waiting; the work goes on, or nobody would know how far it got."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return await asyncio.shield(task)
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, even if nobody waits for it any more
-
     async def close(self) -> None:
         """After what is under way, unless that takes too long."""
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        late = await self._begun.close()
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
         await self._exit.aclose()
 
     def answered(self, response: Mapping[str, Any], sent_ms: int) -> None:

@@ -34,9 +34,9 @@ from duetime.store import (
     Stretch,
 )
 from duetime.stores import mongodb_link, mongodb_operations, mongodb_schema
+from duetime.stores.begun import CLOSE_SECONDS
 from duetime.stores.mongodb_link import Address, Line, Moment
 from duetime.stores.mongodb_list import list_timers
-from duetime.stores.sessions import CLOSE_SECONDS
 
 __all__ = ["MongoStore", "wipe"]
 

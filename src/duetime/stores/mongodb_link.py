@@ -12,14 +12,15 @@ import contextlib
 import random
 import re
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from msgspec import Struct
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
-from duetime.stores.sessions import CLOSE_SECONDS, CONNECT_SECONDS
+from duetime.stores.begun import CLOSE_SECONDS, Begun
+from duetime.stores.sessions import CONNECT_SECONDS
 
 try:
     import bson.errors
@@ -319,7 +320,7 @@ class Line:
         self._talks = [Talk(client[database], client.start_session(causal_consistency=True)) for _ in range(count)]
         self._idle = list(self._talks)
         self._turn = asyncio.Semaphore(count)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._begun = Begun()
         self._closed = False
 
     @property
@@ -328,36 +329,23 @@ class Line:
         return [talk.session.session_id["id"] for talk in self._talks]
 
     async def read(self, work: Work[T]) -> T:
-        return await self._outliving(self._run(lambda talk: self._simply(talk, work, writing=False)))
+        return await self._begun.outliving(self._run(lambda talk: self._simply(talk, work, writing=False)))
 
     async def write(self, work: Work[T]) -> T:
         """Work of one writing command; if there are more, the last of them."""
-        return await self._outliving(self._run(lambda talk: self._simply(talk, work, writing=True)))
+        return await self._begun.outliving(self._run(lambda talk: self._simply(talk, work, writing=True)))
 
     async def transaction(self, work: Work[T]) -> T:
         """All of the work or nothing. It is done again from the start where another one was faster."""
-        return await self._outliving(self._run(lambda talk: self._transact(talk, work)))
+        return await self._begun.outliving(self._run(lambda talk: self._transact(talk, work)))
 
     async def close(self) -> None:
         """After what is under way, unless that takes too long."""
         self._closed = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        await self._begun.close()
         for talk in self._talks:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(talk.session.end_session(), CLOSE_SECONDS)
-
-    async def _outliving(self, work: Coroutine[Any, Any, T]) -> T:
-        """A caller that is cancelled stops waiting; the work goes on."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return await asyncio.shield(task)
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, even if nobody waits for it any more
 
     async def _run(self, act: Work[T]) -> T:
         async with self._turn:

@@ -1,26 +1,25 @@
 """Sessions with a database whose driver gives connections: one piece of work at a time on each.
 
-A session connects when it is used, and again when it broke. Work that was begun is never cancelled, because the answer
-to a cancelled write is a guess: past its deadline the connection is thrown away, and a caller who gives up waiting
-leaves the work to finish.
+A session connects when it is used, and again when it broke. Work that was begun is never cancelled (begun.py says why):
+past its deadline the connection is thrown away, and a caller who gives up waiting leaves the work to finish.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Generic, Protocol, TypeVar
 
 from duetime.errors import OutcomeUnknown, StoreError, StoreUnavailable
+from duetime.stores.begun import CLOSE_SECONDS, Begun
 
-__all__ = ["CLOSE_SECONDS", "CONNECT_SECONDS", "Again", "Driver", "Session", "Sessions"]
+__all__ = ["CONNECT_SECONDS", "Again", "Driver", "Session", "Sessions"]
 
 C = TypeVar("C")
 T = TypeVar("T")
 
 CONNECT_SECONDS = 3.0
-CLOSE_SECONDS = 2.0
 TRIES = 3
 
 
@@ -62,7 +61,7 @@ class Session(Generic[C]):
         self._connect_seconds = connect_seconds
         self._connection: C | None = None
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._begun = Begun()
         self._refused_at = -1.0
         self._refusal: StoreUnavailable | None = None
         self._expired = False
@@ -71,20 +70,19 @@ class Session(Generic[C]):
     @property
     def busy(self) -> int:
         """How many pieces of work are under way or waiting."""
-        return len(self._tasks)
+        return len(self._begun)
 
     async def read(self, work: Work[C, T], commit: Work[C, None] | None = None) -> T:
-        return await self._outliving(self._run(work, commit, writing=False))
+        return await self._begun.outliving(self._run(work, commit, writing=False))
 
     async def write(self, work: Work[C, T], commit: Work[C, None] | None = None) -> T:
         """Without `commit`, the work is one statement and commits itself. With it, nothing is applied before that."""
-        return await self._outliving(self._run(work, commit, writing=True))
+        return await self._begun.outliving(self._run(work, commit, writing=True))
 
     async def close(self) -> None:
         """After what is under way, unless that takes too long."""
         self._closed = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        await self._begun.close()
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(Exception):
@@ -95,18 +93,6 @@ class Session(Generic[C]):
         """Whatever is under way there is unknown; the next work connects anew."""
         if self._connection is not None:
             self._drop(self._connection)
-
-    async def _outliving(self, work: Coroutine[Any, Any, T]) -> T:
-        """A caller that is cancelled stops waiting; the work goes on. A driver would cancel it on the server."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return await asyncio.shield(task)
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, even if nobody waits for it any more
 
     async def _run(self, work: Work[C, T], commit: Work[C, None] | None, *, writing: bool) -> T:
         loop = asyncio.get_running_loop()
