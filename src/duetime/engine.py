@@ -31,7 +31,7 @@ from duetime.telemetry import Telemetry, Trouble, log
 __all__ = ["Engine"]
 
 _CLAIMS_PER_CALL = 256
-_PURGED_PER_CALL = 1_000
+_PURGED_PER_CALL = 1_000  # rows of all its shards: a database may do it in one transaction, and commits wait for that
 _PURGE_ROUND_SECONDS = 60
 _BALANCE_EVERY_MS = 5_000  # when everything is where it should be
 _RECOVERY_PAUSE_SECONDS = 0.05
@@ -476,12 +476,13 @@ class Engine:
     async def _purge(self, shards: list[Shard]) -> list[Shard]:
         """One round; answers the shards that may have more."""
         fences = [shard.fence for shard in shards]
-        results = await self._store.purge_reached(fences, self.membership.now_ms(), _PURGED_PER_CALL)
+        limit = max(1, _PURGED_PER_CALL // max(1, len(shards)))
+        results = await self._store.purge_reached(fences, self.membership.now_ms(), limit)
         more: list[Shard] = []
         for shard, fence, removed in zip(shards, fences, results, strict=True):
             if isinstance(removed, ShardLost):
                 if shard.fence is fence and not shard.recovering:  # a recovery changes the fence under our feet
                     self._lost(shard, OutcomeUnknown())
-            elif removed == _PURGED_PER_CALL:
+            elif removed == limit:
                 more.append(shard)
         return more

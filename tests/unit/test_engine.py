@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 from engine_world import OK, URL, World, in_world
 
 from duetime.delivery import Attempt
-from duetime.errors import Busy, Conflict, NotFound, NotReady, OutcomeUnknown, StoreUnavailable
+from duetime.errors import Busy, Conflict, NotFound, NotReady, OutcomeUnknown, ShardLost, StoreUnavailable
 from duetime.model import (
     Contact,
+    Ending,
     Missed,
     Outcome,
     RetryPolicy,
@@ -24,8 +25,9 @@ from duetime.model import (
     Verdict,
     shard_of,
 )
-from duetime.store import Claim, Member
+from duetime.store import Batch, Claim, Fence, ListQuery, Member
 from duetime.stores.memory import MemoryStore
+from duetime.testing import make_reached, make_timer
 from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
 
@@ -662,3 +664,45 @@ class TestNamespaces:
             assert sum(state is State.DELIVERED for _, state in seen) == 10
 
         in_world(story)
+
+
+# --- what is over, and may go ---------------------------------------------------------------------
+
+
+class Purging(MemoryStore):
+    """Counts what one call removes; the first ones find the database away."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(clock)
+        self.removed: list[int] = []
+        self.away = 3
+
+    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+        if self.away:
+            self.away -= 1
+            raise StoreUnavailable("away")
+        results = await super().purge_reached(fences, before_ms, limit)
+        self.removed.append(sum(count for count in results if isinstance(count, int)))
+        return results
+
+
+def test_what_is_over_goes_when_its_time_has_come_and_never_much_at_once() -> None:
+    """However many shards there are: a call may be one transaction, and commits wait for it."""
+
+    async def story(world: World) -> None:
+        store = world.store
+        assert isinstance(store, Purging)
+        now_ms = world.clock.wall_ms()
+        late = make_reached(make_timer("late"), purge_at_ms=now_ms + 3_600_000)
+        shards = [shard for shard in world.engine.shards.values() if shard.shard_id % 60 < 2]
+        assert len(shards) > 4
+        for shard in shards:
+            ends = [make_reached(make_timer(f"n-{n}"), purge_at_ms=now_ms + 10_000) for n in range(700)]
+            await store.commit([Batch(shard.fence, reached=[*ends, late])])
+        await asyncio.sleep(200)
+        assert sum(store.removed) == 700 * len(shards)
+        assert max(store.removed) <= 1_000
+        everything = ListQuery(namespace="test", num_shards=130, endings=frozenset(Ending))
+        assert (await store.list_timers(everything)).reached == [late] * len(shards)
+
+    in_world(story, new_store=Purging, namespaces__default_num_shards=130)
