@@ -141,7 +141,7 @@ async def test_a_replica_set_of_another_name_is_named(server: MongoDb) -> None:
 async def test_the_doctor_says_what_the_server_is(url: str, store: MongoStore) -> None:
     said = await store.diagnose()
     assert said[0].startswith("MongoDB 6.")
-    assert "it is the primary of the replica set 'duetime' with 1 members" in said
+    assert "it is the primary of the replica set 'duetime' with 1 member" in said
     assert "storage engine wiredTiger" in said
     assert any("connections are free" in sentence for sentence in said)
     assert f"schema version {SCHEMA_VERSION}, this Duetime knows {SCHEMA_VERSION}" in said

@@ -188,6 +188,8 @@ async def _examined(store: Store, config: Config, status: ClusterStatus | None) 
         await store.open()
         namespaces = sum(not namespace.deleted for namespace in await store.namespaces())
         says = f"{store.capabilities.name}, namespaces: {namespaces}, shards: {len(await store.shards())}"
+        largest = min(config.limits.payload_bytes_max, store.capabilities.payload_bytes_max)
+        says += f", payloads of up to {largest} bytes"
         if store.capabilities.durable:
             yield Finding("store", GOOD, says)
         else:

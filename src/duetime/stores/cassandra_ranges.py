@@ -35,7 +35,7 @@ async def between(
         try:
             rows += await read(statement, shard_id, *_position_of(start), *_position_of(upto), count - len(rows))
         except TooManyDeleted:
-            width //= NARROWER
+            width = (upto - start) // NARROWER
             if not width:
                 raise
         else:

@@ -193,5 +193,8 @@ async def diagnose(address: Address) -> list[str]:
 def _kind(hello: Document) -> str:
     if "setName" not in hello:
         return "it is a router (mongos) of a sharded cluster"
-    arbiters = f" and {len(hello['arbiters'])} arbiters" if hello.get("arbiters") else ""
-    return f"it is the primary of the replica set {hello['setName']!r} with {len(hello['hosts'])} members{arbiters}"
+    count, arbiters = len(hello["hosts"]), len(hello.get("arbiters", ()))
+    made_of = f"{count} member{'s' * (count > 1)}" + (
+        f" and {arbiters} arbiter{'s' * (arbiters > 1)}" if arbiters else ""
+    )
+    return f"it is the primary of the replica set {hello['setName']!r} with {made_of}"
