@@ -10,7 +10,7 @@ import pytest
 from cassandra import ConsistencyLevel, OperationTimedOut, WriteType, cluster, connection, protocol
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreThrottled, StoreUnavailable
-from duetime.stores.cassandra_link import NOT_APPLIED, address_of, setup_error, store_error
+from duetime.stores.cassandra_link import NOT_APPLIED, TooManyDeleted, address_of, setup_error, store_error
 
 ADDRESS = address_of("cassandra://me:secret@db.example/timers")
 
@@ -150,6 +150,33 @@ def test_a_server_that_is_away_may_come_back(error: Exception) -> None:
     made: Any = setup_error(ADDRESS, error)
     assert isinstance(made, StoreUnavailable)
     assert "db.example/timers cannot be reached" in made.detail
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (cluster.NoHostAvailable("Unable to complete the operation against any hosts", {}), "no node can be reached"),
+        (_nobody(OperationTimedOut({}, "host")), "no answer in time"),
+        (_nobody(OSError("refused"), OSError("refused")), "refused"),
+        (
+            connection.ConnectionShutdown("errors=Connection heartbeat timeout, last_host=10.0.0.1:9042"),
+            "Connection heartbeat timeout",
+        ),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_errors_are_said_in_words(error: Exception, said: str) -> None:
+    assert store_error(error, writing=False).detail == f"cassandra: {said}"
+
+
+def test_a_read_that_met_too_many_deleted_rows_is_told_from_others() -> None:
+    met, failed = (
+        cassandra.ReadFailure("x", consistency=4, required_responses=1, received_responses=0, error_code_map=codes)
+        for codes in ({"10.0.0.1": 1}, {"10.0.0.1": 0})
+    )
+    assert type(store_error(met, writing=False)) is TooManyDeleted
+    assert type(store_error(failed, writing=False)) is StoreUnavailable
+    assert type(store_error(met, writing=True)) is OutcomeUnknown
 
 
 def test_too_few_replicas_for_the_commit_of_a_round_may_come_after_it_was_agreed_on() -> None:

@@ -187,7 +187,10 @@ def in_words(error: BaseException) -> str:
         return "; ".join(dict.fromkeys(in_words(cause) for cause in causes))
     if isinstance(error, cassandra.OperationTimedOut):
         return "no answer in time"
-    return (str(error) or type(error).__name__).partition("\n")[0]
+    if isinstance(error, cluster.NoHostAvailable):
+        return "no node can be reached"
+    said = (str(error) or type(error).__name__).partition("\n")[0]
+    return re.sub(r"^errors=(.*), last_host=.*$", r"\1", said)  # as an error of another connection is passed on
 
 
 def _causes(error: BaseException) -> list[BaseException]:
