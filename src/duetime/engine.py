@@ -466,23 +466,30 @@ class Engine:
             await asyncio.sleep(1.0)
             turn = (turn + 1) % _PURGE_ROUND_SECONDS
             shards = [s for s in self.shards.values() if s.shard_id % _PURGE_ROUND_SECONDS == turn]
-            try:
-                while shards:
-                    shards = await self._purge([s for s in shards if not (s.dropped or s.recovering)])
+            troubles: list[StoreError] = []
+            while shards:
+                shards = await self._purge([s for s in shards if not (s.dropped or s.recovering)], troubles)
+            if troubles:
+                self._purge_trouble.goes_on(troubles[0], self.clock.boot_ms())
+            else:
                 self._purge_trouble.is_over()
-            except StoreError as error:
-                self._purge_trouble.goes_on(error, self.clock.boot_ms())
 
-    async def _purge(self, shards: list[Shard]) -> list[Shard]:
-        """One round; answers the shards that may have more."""
+    async def _purge(self, shards: list[Shard], troubles: list[StoreError]) -> list[Shard]:
+        """One round; answers the shards that may have more. Those in trouble have to wait for the next minute."""
         fences = [shard.fence for shard in shards]
         limit = max(1, _PURGED_PER_CALL // max(1, len(shards)))
-        results = await self._store.purge_reached(fences, self.membership.now_ms(), limit)
+        try:
+            results = await self._store.purge_reached(fences, self.membership.now_ms(), limit)
+        except StoreError as error:
+            troubles.append(error)
+            return []
         more: list[Shard] = []
         for shard, fence, removed in zip(shards, fences, results, strict=True):
             if isinstance(removed, ShardLost):
                 if shard.fence is fence and not shard.recovering:  # a recovery changes the fence under our feet
                     self._lost(shard, OutcomeUnknown())
+            elif isinstance(removed, StoreError):
+                troubles.append(removed)
             elif removed == limit:
                 more.append(shard)
         return more

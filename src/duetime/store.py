@@ -237,8 +237,9 @@ class Store(Protocol):
 
     async def list_timers(self, query: ListQuery) -> Listing: ...
 
-    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
-        """Remove up to `limit` reached rows of each shard with `purge_at_ms < before_ms`; how many were. Fenced."""
+    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> Sequence[int | StoreError]:
+        """Remove up to `limit` reached rows of each shard with `purge_at_ms < before_ms`; how many were. Fenced. As in
+        commit, the error of one may be its answer."""
         ...
 
     # -- namespaces

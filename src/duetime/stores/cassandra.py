@@ -163,7 +163,7 @@ class CassandraStore:
     async def list_timers(self, query: ListQuery) -> Listing:
         return await self._open.lister.list_timers(query)
 
-    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
         return await self._open.outliving(self._open.writer.purge(fences, before_ms, limit))
 
     # -- namespaces

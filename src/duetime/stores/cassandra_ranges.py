@@ -13,34 +13,52 @@ from duetime.model import Position
 from duetime.stores.cassandra_link import TooManyDeleted
 from duetime.stores.rows import LARGEST, Row
 
-__all__ = ["between", "end_of"]
+__all__ = ["Ranges", "end_of"]
 
-NARROWER: Final = 8  # times, where a range has too many tombstones; it grows again where there are fewer
+NARROWER: Final = 8  # times, where a range has too many tombstones
+WIDER: Final = 2  # times, behind a range that was read
+WIDEST: Final = 1 << 176  # thousands of years: whatever is asked for
 
 
-async def between(
-    read: Callable[..., Awaitable[Sequence[Row]]],
-    statement: Any,
-    shard_id: int,
-    after: Position,
-    until_ms: int,
-    count: int,
-) -> list[Row]:
-    """The first `count` rows of a shard behind `after` and not behind `until_ms`; all of them if there are fewer."""
-    rows: list[Row] = []
-    start, end = _number_of(after), _number_of(end_of(until_ms))
-    width = end - start
-    while start < end and len(rows) < count:
-        upto = min(start + width, end)
-        try:
-            rows += await read(statement, shard_id, *_position_of(start), *_position_of(upto), count - len(rows))
-        except TooManyDeleted:
-            width = (upto - start) // NARROWER
-            if not width:
-                raise
-        else:
-            start, width = upto, width * 2
-    return rows
+class Ranges:
+    """Of each shard it is remembered how narrow a range has to be, or every page would find it out anew."""
+
+    def __init__(self, read: Callable[..., Awaitable[Sequence[Row]]]) -> None:
+        self._read = read
+        self._widths: dict[int, int] = {}
+
+    async def between(
+        self, statement: Any, shard_id: int, after: Position, until_ms: int, count: int, reads_max: int | None = None
+    ) -> tuple[list[Row], Position | None]:
+        """The first `count` rows of a shard behind `after` and not behind `until_ms`; all of them if there are fewer.
+
+        If that would take more than `reads_max` reads: what these have found, and up to where.
+        """
+        rows: list[Row] = []
+        start, end = _number_of(after), _number_of(end_of(until_ms))
+        reads = 0
+        while start < end and len(rows) < count:
+            if reads == reads_max:
+                return rows, _position_of(start)
+            reads += 1
+            upto = min(start + self._widths.get(shard_id, end - start), end)
+            try:
+                rows += await self._read(
+                    statement, shard_id, *_position_of(start), *_position_of(upto), count - len(rows)
+                )
+            except TooManyDeleted:
+                if upto - start == 1:
+                    raise
+                self._widths[shard_id] = max(1, (upto - start) // NARROWER)
+            else:
+                start = upto
+                self._widen(shard_id)
+        return rows, None
+
+    def _widen(self, shard_id: int) -> None:
+        width = self._widths.pop(shard_id, WIDEST) * WIDER
+        if width < WIDEST:
+            self._widths[shard_id] = width
 
 
 def end_of(ms: int) -> Position:

@@ -25,7 +25,8 @@ from duetime.stores.cassandra_cql import (
     shard_row,
 )
 from duetime.stores.cassandra_lines import Line
-from duetime.stores.cassandra_ranges import between, end_of
+from duetime.stores.cassandra_link import TooManyDeleted
+from duetime.stores.cassandra_ranges import Ranges, end_of
 from duetime.stores.fencing import each_by_itself
 from duetime.stores.merging import Item, Piece, Scan, matches, merged
 from duetime.stores.rows import Row, reached_of, timer_of
@@ -40,6 +41,7 @@ SHARDS_PER_READ = 100
 KEYS_PER_READ = 100
 ROWS_PER_READ = 250  # the first time; more if they turn out to be small
 LOAD_CHARS_MAX = 32 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
+READS_PER_PAGE = 8
 _PAYLOAD = 10
 _LOOKS = 10
 
@@ -49,6 +51,7 @@ class Reader:
         self._line = line
         self._say = say
         self._room = asyncio.Semaphore(AT_ONCE)
+        self._ranges = Ranges(self._read)
 
     async def _read(self, statement: Any, *values: Any) -> list[Row]:
         async with self._room:
@@ -76,13 +79,20 @@ class Reader:
         return await each_by_itself(stretches, [stretch.shard_id for stretch in stretches], self._load)
 
     async def _load(self, stretch: Stretch) -> Page:
+        """Others wait for this page: it does not pass over all that was deleted at once."""
         timers: list[Timer] = []
         after, chars = stretch.after, 0
         count = min(stretch.limit, ROWS_PER_READ)
         while True:
-            rows = await between(self._read, self._say.load, stretch.shard_id, after, stretch.until_ms, count)
+            rows, passed = await self._ranges.between(
+                self._say.load, stretch.shard_id, after, stretch.until_ms, count, READS_PER_PAGE
+            )
             timers += map(timer_of, rows)
             chars += sum(len(row[_PAYLOAD] or "") for row in rows)
+            if passed is not None:
+                if passed == after:
+                    continue  # nothing is known yet but how narrow a range must be
+                return Page(timers, passed)
             if len(rows) < count:
                 return Page(timers, None)
             after = timers[-1].position
@@ -137,14 +147,25 @@ class Reader:
         return {(row[0], 0, row[1], row[2], b""): Position(*row[3:6]) for row in rows}
 
     async def _newest(self, shard_id: int, ids: Sequence[Key]) -> dict[Key, Position]:
+        """Of fewer at a time, where so many of theirs were purged that the server gives up."""
+        try:
+            return await self._newest_of(shard_id, ids)
+        except TooManyDeleted:
+            if len(ids) == 1:
+                raise
+            middle = len(ids) // 2
+            return await self._newest(shard_id, ids[:middle]) | await self._newest(shard_id, ids[middle:])
+
+    async def _newest_of(self, shard_id: int, ids: Sequence[Key]) -> dict[Key, Position]:
         """Backwards, so the first of an id is its newest; an id may have thousands, which are then passed over."""
         found: dict[Key, Position] = {}
         wanted = {(row[2], row[3]): row for row in ids}
         while wanted:
-            rows = await self._read(self._say.newest, shard_id, list(wanted), KEYS_PER_READ * 2)
+            limit = 1 if len(wanted) == 1 else KEYS_PER_READ * 2
+            rows = await self._read(self._say.newest, shard_id, list(wanted), limit)
             for high, low, order in rows:
                 found.setdefault(wanted[high, low], place_in(order))
-            if len(rows) < KEYS_PER_READ * 2:
+            if len(rows) < limit:
                 break
             last = (rows[-1][0], rows[-1][1])
             wanted = {halves: row for halves, row in wanted.items() if halves < last}
@@ -167,7 +188,7 @@ class Reader:
         floor_ms = floors.reached_from_ms if ended else floors.timers_from_ms
         after = scan.after if floor_ms is None else max(scan.after, end_of(floor_ms - 1))
         statement = self._say.list_reached if ended else self._say.load
-        rows = await between(self._read, statement, scan.shard_id, after, scan.until_ms, scan.count)
+        rows, _ = await self._ranges.between(statement, scan.shard_id, after, scan.until_ms, scan.count)
         return Piece([_item(query, row) for row in rows], len(rows) < scan.count)
 
 

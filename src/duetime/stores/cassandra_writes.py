@@ -40,7 +40,7 @@ from duetime.stores.cassandra_cql import (
     without_nulls,
 )
 from duetime.stores.cassandra_lines import Line, Statement
-from duetime.stores.cassandra_ranges import between, end_of
+from duetime.stores.cassandra_ranges import Ranges, end_of
 from duetime.stores.fencing import NOTHING_REPLACED, as_a_whole, each_by_itself, lost
 from duetime.stores.rows import FIRST_MS, bound_ms, reached_values, timer_values
 
@@ -50,6 +50,8 @@ I = TypeVar("I")  # noqa: E741
 T = TypeVar("T")
 
 AT_ONCE = 16  # conditional batches in flight
+FLOOR_READS = 8
+FLOOR_PAUSE_SECONDS = 60.0
 
 
 class Writer:
@@ -58,6 +60,8 @@ class Writer:
     def __init__(self, line: Line, say: Statements) -> None:
         self._line = line
         self._say = say
+        self._ranges = Ranges(line.read)
+        self._looks_from: dict[int, float] = {}
         self._turns: dict[int, asyncio.Lock] = {}
         self._room = asyncio.Semaphore(AT_ONCE)
 
@@ -67,9 +71,9 @@ class Writer:
         """Each fares by itself."""
         return await self._each(batches, [batch.fence.shard_id for batch in batches], self._commit)
 
-    async def purge(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+    async def purge(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
         shard_ids = [fence.shard_id for fence in fences]
-        return as_a_whole(await self._each(fences, shard_ids, lambda f: self._purge(f, before_ms, limit)))
+        return await self._each(fences, shard_ids, lambda f: self._purge(f, before_ms, limit))
 
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
         return as_a_whole(await self._each(fences, [fence.shard_id for fence in fences], self._release))
@@ -174,17 +178,26 @@ class Writer:
         return Floors(floor_ms if floor_ms != timers_from_ms else None, earliest_ms if is_below else None)
 
     async def _first_timer_ms(self, shard_id: int, from_ms: int | None, until_ms: int) -> int | None:
-        """The engine says that nothing stands before its low water; here that is looked up, since lists rely on it."""
+        """The engine says that nothing stands before its low water; here that is looked up, since lists rely on it.
+        A commit waits for it: where much was deleted it goes as far as a few reads come, and not soon again if these
+        were in vain."""
         start_ms = FIRST_MS if from_ms is None else from_ms
-        if until_ms <= start_ms:
+        now = asyncio.get_running_loop().time()
+        if until_ms <= start_ms or now < self._looks_from.get(shard_id, now):
             return from_ms
+        before, statement = end_of(start_ms - 1), self._say.first_timer
         try:
-            rows = await between(
-                self._line.read, self._say.first_timer, shard_id, end_of(start_ms - 1), until_ms - 1, 1
-            )
+            rows, passed = await self._ranges.between(statement, shard_id, before, until_ms - 1, 1, FLOOR_READS)
         except StoreError:  # the floor stays where it is
             return from_ms
-        return int(rows[0][0]) if rows else until_ms
+        if rows:
+            return int(rows[0][0])
+        if passed is None:
+            return until_ms
+        if passed.execute_at_ms <= start_ms:
+            self._looks_from[shard_id] = now + FLOOR_PAUSE_SECONDS
+            return from_ms
+        return passed.execute_at_ms
 
 
 def _changes(

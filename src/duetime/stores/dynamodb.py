@@ -157,7 +157,7 @@ class DynamoStore:
     async def list_timers(self, query: ListQuery) -> Listing:
         return await dynamodb_reads.list_timers(self._open.lists.read, self._open.tables, query)
 
-    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
         now = self._open
         work = dynamodb_calls.purge_reached(now.lists.read, now.changes.write, now.tables, fences, before_ms, limit)
         return await now.link.outliving(work)

@@ -304,11 +304,9 @@ def commit_actions(tables: Tables, batch: Batch, there: Sequence[bool]) -> list[
 
 async def purge_reached(
     read: Run, write: Run, tables: Tables, fences: Sequence[Fence], before_ms: int, limit: int
-) -> list[int | ShardLost]:
+) -> list[int | StoreError]:
     shard_ids = [fence.shard_id for fence in fences]
-    return as_a_whole(
-        await each_by_itself(fences, shard_ids, lambda f: _purge(read, in_steps(write), tables, f, before_ms, limit))
-    )
+    return await each_by_itself(fences, shard_ids, lambda f: _purge(read, in_steps(write), tables, f, before_ms, limit))
 
 
 async def _purge(read: Run, write: Run, tables: Tables, fence: Fence, before_ms: int, limit: int) -> int | ShardLost:
