@@ -145,13 +145,13 @@ class Horizon:
         except StoreError as error:
             pages = [error] * len(shards)
         finally:
-            troubles = [page for page in pages if isinstance(page, StoreError)]
-            if troubles:
-                self._trouble.goes_on(troubles[0], self._membership.boot_ms())
-            else:
-                self._trouble.is_over()
             for shard, page in zip(shards, pages, strict=True):
                 self._loaded(shard, None if isinstance(page, StoreError) else page, until_ms)
+        troubles = [page for page in pages if isinstance(page, StoreError)]
+        if troubles:
+            self._trouble.goes_on(troubles[0], self._membership.boot_ms())
+        else:
+            self._trouble.is_over()
 
     def _loaded(self, shard: Shard, page: Page | None, until_ms: int) -> None:
         shard.load_ended(page, until_ms)

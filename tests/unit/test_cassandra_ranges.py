@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duetime.model import BEFORE_ALL, Position
+from duetime.model import BEFORE_ALL, Position, Timer
+from duetime.store import Page, Stretch
 from duetime.stores.cassandra_cql import Key
 from duetime.stores.cassandra_link import TooManyDeleted
-from duetime.stores.cassandra_ranges import Ranges, _number_of, _position_of
+from duetime.stores.cassandra_ranges import Ranges, _number_of, _position_of, end_of
 from duetime.stores.cassandra_reads import Reader
-from duetime.stores.rows import LARGEST, LAST_MS
+from duetime.stores.rows import LARGEST, LAST_MS, timer_values
+from duetime.testing import make_timer
 
 halves = st.integers(-3, 3).map(lambda number: number * 1_000)
 positions = st.builds(Position, st.integers(0, 6), halves, halves)
@@ -140,6 +142,39 @@ async def test_a_server_that_gives_up_over_a_single_row_is_not_asked_for_ever() 
         await Ranges(read).between(None, 0, BEFORE_ALL, 100, 10)
 
 
+class Deleted:
+    """A line to a partition in which three deleted rows follow each timer, all due at one moment."""
+
+    def __init__(self, timers: list[Timer]) -> None:
+        self.living = {timer.position: timer for timer in timers}
+        gone = {place._replace(uuid_low=place.uuid_low + n) for place in self.living for n in (1, 2, 3)}
+        self.partition = Partition(set(self.living), gone, deleted_max=4)
+
+    async def read(self, statement: Any, shard_id: int, *values: int) -> list[Any]:
+        return [timer_values(self.living[row]) for row in await self.partition.read(statement, shard_id, *values)]
+
+
+@pytest.mark.parametrize("limit", [1, 7, 1_000])
+async def test_a_page_is_not_kept_waiting_for_all_that_was_deleted_and_nothing_is_missed(limit: int) -> None:
+    timers = sorted((make_timer(f"n-{n}", 50_000) for n in range(40)), key=lambda timer: timer.position)
+    line = Deleted(timers)
+    reader = Reader(line, Said())  # type: ignore[arg-type]
+    found: list[Timer] = []
+    after: Position | None = end_of(49_999)  # the first reads only find out how narrow a range must be
+    pages = 0
+    while after is not None:
+        [page] = await reader.load([Stretch(0, after, LAST_MS, limit)])
+        assert isinstance(page, Page)
+        assert len(page.timers) <= limit
+        assert page.next is None or page.next > after
+        found += page.timers
+        after = page.next
+        pages += 1
+    assert found == timers
+    assert pages > 2
+    assert line.partition.reads < 20 * pages
+
+
 class Ids:
     """A line to a partition in which every id has a living end and two deleted ones behind it."""
 
@@ -159,6 +194,7 @@ class Ids:
 
 class Said:
     newest = None
+    load = None
 
 
 @pytest.mark.parametrize("deleted_max", [1, 2, 7, 100])
