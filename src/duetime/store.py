@@ -8,7 +8,8 @@ retries are the engine's. What it must give is one thing, and it must give it ab
 
 Time comes in as a value; there is no clock in a store, but for `heartbeat`, which reports the
 database's own so that skew can be seen. Batches are the normal case. An adapter raises only the
-StoreErrors of errors.py, and on a write anything it cannot classify is OutcomeUnknown.
+StoreErrors of errors.py, and on a write anything it cannot classify is OutcomeUnknown. A timer or a namespace that
+cannot be decoded is no error of the call: it is left out and reported as said below, and everything else is answered.
 
 `duetime.testing.conformance` is the definition in executable form, `stores/memory.py` the shortest
 implementation.
@@ -40,6 +41,7 @@ __all__ = [
     "ShardRow",
     "Store",
     "Stretch",
+    "Unreadable",
     "open_store",
 ]
 
@@ -123,18 +125,35 @@ class Stretch(Struct, frozen=True):
     limit: int
 
 
+class Unreadable(Struct, frozen=True):
+    """A stored timer that this version cannot decode. It stays where it is, and nothing fires it."""
+
+    position: Position
+    namespace: str  # as far as it can be read; "" if not
+    timer_id: str
+    error: str  # short, one line, no payload content
+
+
 class Page(Struct, frozen=True):
-    """A stretch of timers in order. `next is None`: the range is exhausted; an empty page alone says nothing."""
+    """A stretch of timers in order. `next is None`: the range is exhausted; an empty page alone says nothing.
+
+    A row that cannot be decoded is in `unreadable` and not in `timers`; `next` moves past it like past any other.
+    """
 
     timers: Sequence[Timer]
     next: Position | None
+    unreadable: Sequence[Unreadable] = ()
 
 
 class Found(Struct, frozen=True):
-    """What is stored under a key: the timer, and the newest of its reached rows (by generation, then time)."""
+    """What is stored under a key: the timer, and the newest of its reached rows (by generation, then time).
+
+    A reached row that cannot be decoded counts as absent: the newest of the others is answered.
+    """
 
     timer: Timer | None = None
     reached: Reached | None = None
+    unreadable: str | None = None  # why the timer that is stored there cannot be decoded; then `timer` is None
 
 
 class ListQuery(Struct, frozen=True, kw_only=True):
@@ -157,11 +176,15 @@ class ListQuery(Struct, frozen=True, kw_only=True):
 
 
 class Listing(Struct, frozen=True):
-    """A page of a list. A store bounds its work: a page may be short or empty and still have a `next`."""
+    """A page of a list. A store bounds its work: a page may be short or empty and still have a `next`.
+
+    Rows that cannot be decoded are left out and counted in `unreadable`; `next` moves past them.
+    """
 
     timers: Sequence[Timer] = ()
     reached: Sequence[Reached] = ()
     next: Position | None = None
+    unreadable: int = 0
 
 
 class Member(Struct, frozen=True):
@@ -244,7 +267,7 @@ class Store(Protocol):
 
     # -- namespaces
     async def namespaces(self) -> list[Namespace]:
-        """All of them by name, the deleted ones too."""
+        """All of them by name, the deleted ones too. One that cannot be decoded is left out and logged."""
         ...
 
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from duetime.model import Reached, TimerKey
 from duetime.store import Store, open_store
 from duetime.stores.memory import MemoryStore
 from duetime.testing.conformance import StoreConformance
@@ -19,6 +20,15 @@ class TestMemoryStore(StoreConformance):
 
     async def wipe(self) -> None:
         self.shared = MemoryStore()
+
+    async def spoil_timer(self, shard_id: int, key: TimerKey) -> None:
+        self.shared.spoil_timer(shard_id, key)
+
+    async def spoil_reached(self, shard_id: int, reached: Reached) -> None:
+        self.shared.spoil_reached(shard_id, reached)
+
+    async def spoil_namespace(self, name: str) -> None:
+        self.shared.spoil_namespace(name)
 
 
 class TestSqliteStore(StoreConformance):

@@ -7,7 +7,7 @@ share one object. What an adapter answers must be what this one answers; the con
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from copy import deepcopy
 from typing import Any, Self, TypeVar, cast
 
@@ -29,9 +29,13 @@ from duetime.store import (
     Page,
     ShardRow,
     Stretch,
+    Unreadable,
 )
+from duetime.stores.rows import log_unreadable_namespace
 
 __all__ = ["MemoryStore"]
+
+SPOILT = "made unreadable by a test"
 
 
 class MemoryStore:
@@ -44,6 +48,7 @@ class MemoryStore:
         self._members: dict[str, Member] = {}
         self._namespaces: dict[str, Namespace] = {}
         self._shards: dict[int, _Shard] = {}
+        self._spoilt_namespaces: set[str] = set()
         self._timeline = 0
         self._joined_on: dict[str, int] = {}  # outside of what a failover takes back, as a client's memory is
 
@@ -168,6 +173,18 @@ class MemoryStore:
             shard.row = replace(shard.row, low_water=batch.low_water)
         return Committed(replaced)
 
+    def spoil_timer(self, shard_id: int, key: TimerKey) -> None:
+        """For tests: from now on the stored timer cannot be decoded, until it is replaced or deleted."""
+        self._shards[shard_id].spoilt[self._shards[shard_id].timers[key].position] = SPOILT
+
+    def spoil_reached(self, shard_id: int, reached: Reached) -> None:
+        """For tests: likewise a reached row."""
+        self._shards[shard_id].spoilt_reached.add(reached.position)
+
+    def spoil_namespace(self, name: str) -> None:
+        """For tests: likewise a namespace."""
+        self._spoilt_namespaces.add(name)
+
     async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
         return [self._load(stretch) for stretch in stretches]
 
@@ -178,9 +195,8 @@ class MemoryStore:
         start = bisect_right(shard.order, stretch.after)
         page = [shard.at[position] for position in shard.order[start : start + stretch.limit + 1]]
         timers = [timer for timer in page if timer.execute_at_ms <= stretch.until_ms]
-        if len(timers) <= stretch.limit:
-            return Page(timers, None)
-        return Page(timers[: stretch.limit], timers[stretch.limit - 1].position)
+        after = None if len(timers) <= stretch.limit else timers[stretch.limit - 1].position
+        return shard.without_spoilt(timers[: stretch.limit], after)
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
         return [self._get(shard_id, key) for shard_id, key in keys]
@@ -189,19 +205,25 @@ class MemoryStore:
         shard = self._shards.get(shard_id)
         if shard is None:
             return Found()
-        ended = shard.reached.get(key, {})
-        newest = max(ended.values(), key=lambda r: (r.timer.generation, r.reached_at_ms, r.position), default=None)
-        return Found(shard.timers.get(key), newest)
+        ended = [r for at, r in shard.reached.get(key, {}).items() if at not in shard.spoilt_reached]
+        newest = max(ended, key=lambda r: (r.timer.generation, r.reached_at_ms, r.position), default=None)
+        timer = shard.timers.get(key)
+        if timer is not None and timer.position in shard.spoilt:
+            return Found(None, newest, shard.spoilt[timer.position])
+        return Found(timer, newest)
 
     async def list_timers(self, query: ListQuery) -> Listing:
         shards = [self._shards[shard_id] for shard_id in range(query.num_shards) if shard_id in self._shards]
         if query.endings:
             ended = (r for shard in shards for r in shard.all_reached() if r.ending in query.endings)
-            reached, after = _page((r for r in ended if _matches(query, r.timer, r.timer.scheduled_at_ms)), query)
-            return Listing(reached=reached, next=after)
+            spoilt = {position for shard in shards for position in shard.spoilt_reached}
+            found = (r for r in ended if _matches(query, r.timer, r.timer.scheduled_at_ms))
+            reached, after, unreadable = _page(found, query, spoilt)
+            return Listing(reached=reached, next=after, unreadable=unreadable)
         waiting = (timer for shard in shards for timer in shard.timers.values())
-        timers, after = _page((t for t in waiting if _matches(query, t, t.execute_at_ms)), query)
-        return Listing(timers=timers, next=after)
+        spoilt = {position for shard in shards for position in shard.spoilt}
+        timers, after, unreadable = _page((t for t in waiting if _matches(query, t, t.execute_at_ms)), query, spoilt)
+        return Listing(timers=timers, next=after, unreadable=unreadable)
 
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
         return [self._purge(fence, before_ms, limit) for fence in fences]
@@ -213,18 +235,22 @@ class MemoryStore:
         expired = sorted((r.position, r.timer.key) for r in shard.all_reached() if r.purge_at_ms < before_ms)[:limit]
         for position, key in expired:
             del shard.reached[key][position]
+            shard.spoilt_reached.discard(position)
         return len(expired)
 
     # -- namespaces
 
     async def namespaces(self) -> list[Namespace]:
-        return [self._namespaces[name] for name in sorted(self._namespaces)]
+        for name in self._spoilt_namespaces:
+            log_unreadable_namespace(name, SPOILT)
+        return [self._namespaces[name] for name in sorted(self._namespaces) if name not in self._spoilt_namespaces]
 
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
         stored = self._namespaces.get(namespace.name)
         if (None if stored is None else stored.revision) != expected_revision:
             return False
         self._namespaces[namespace.name] = namespace
+        self._spoilt_namespaces.discard(namespace.name)
         return True
 
 
@@ -237,6 +263,8 @@ class _Shard:
         self.order: list[Position] = []
         self.at: dict[Position, Timer] = {}
         self.reached: dict[TimerKey, dict[Position, Reached]] = {}
+        self.spoilt: dict[Position, str] = {}  # timers that cannot be decoded, and why
+        self.spoilt_reached: set[Position] = set()
 
     def put(self, timer: Timer) -> None:
         self.timers[timer.key] = self.at[timer.position] = timer
@@ -247,8 +275,19 @@ class _Shard:
         if timer is None:
             return False
         del self.at[timer.position]
+        self.spoilt.pop(timer.position, None)
         del self.order[bisect_right(self.order, timer.position) - 1]
         return True
+
+    def without_spoilt(self, timers: list[Timer], after: Position | None) -> Page:
+        if not self.spoilt:
+            return Page(timers, after)
+        spoilt = [
+            Unreadable(timer.position, timer.namespace, timer.timer_id, self.spoilt[timer.position])
+            for timer in timers
+            if timer.position in self.spoilt
+        ]
+        return Page([timer for timer in timers if timer.position not in self.spoilt], after, spoilt)
 
     def add_reached(self, reached: Reached) -> None:
         self.reached.setdefault(reached.timer.key, {}).setdefault(reached.position, reached)
@@ -271,8 +310,16 @@ def _matches(query: ListQuery, timer: Timer, due_ms: int) -> bool:
 _Item = TypeVar("_Item", Timer, Reached)
 
 
-def _page(found: Iterable[_Item], query: ListQuery) -> tuple[list[_Item], Position | None]:
-    page = sorted((item for item in found if item.position > query.after), key=lambda item: item.position)
-    if len(page) <= query.limit:
-        return page, None
-    return page[: query.limit], page[query.limit - 1].position
+def _page(found: Iterable[_Item], query: ListQuery, spoilt: Set[Position]) -> tuple[list[_Item], Position | None, int]:
+    """The items of a page, where it goes on, and how many were left out because they cannot be decoded."""
+    page: list[_Item] = []
+    after, unreadable = query.after, 0
+    for item in sorted((item for item in found if item.position > query.after), key=lambda item: item.position):
+        if len(page) == query.limit:
+            return page, after, unreadable
+        after = item.position
+        if after in spoilt:
+            unreadable += 1
+        else:
+            page.append(item)
+    return page, None, unreadable

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from duetime.model import Position, Reached, Timer
-from duetime.store import Listing, ListQuery
+from duetime.store import Listing, ListQuery, Unreadable
 from duetime.stores.rows import LARGEST, LAST_MS
 
 __all__ = ["Item", "Piece", "Scan", "matches", "merged"]
@@ -21,7 +21,7 @@ __all__ = ["Item", "Piece", "Scan", "matches", "merged"]
 LIST_ROWS_MAX = 20_000  # rows one call looks at
 LIST_PAGE_MAX = 256
 
-Item = tuple[Position, Timer | Reached | None]
+Item = tuple[Position, Timer | Reached | Unreadable | None]
 """A row that a scan has met, and what it is, if it matches."""
 
 
@@ -62,7 +62,7 @@ async def merged(
     then its `shard_id` is the number of shards."""
     streams = _streams(query, in_one_scan)
     rows_left = LIST_ROWS_MAX  # the first pages are free of it: without them nothing can be merged
-    found: list[Any] = []
+    found = _Found(query)
     seen: Position | None = None
     wanting = streams
     while wanting:
@@ -70,19 +70,34 @@ async def merged(
             stream.add(piece)
             rows_left -= len(piece.items)
         for position, item in _ready(streams):
-            if len(found) == query.limit:
-                return _listing(query, found, seen)
+            if len(found.items) == query.limit:
+                return found.listing(seen)
             seen = position
-            if item is not None:
-                found.append(item)
+            found.add(item)
         wanting = _wanting(streams)
         if wanting and rows_left <= 0 and seen is not None:
-            return _listing(query, found, seen)
-    return _listing(query, found, None)
+            return found.listing(seen)
+    return found.listing(None)
 
 
-def _listing(query: ListQuery, found: list[Any], after: Position | None) -> Listing:
-    return Listing(reached=found, next=after) if query.endings else Listing(timers=found, next=after)
+class _Found:
+    """What a list has collected so far."""
+
+    def __init__(self, query: ListQuery) -> None:
+        self._are_reached = bool(query.endings)
+        self.items: list[Any] = []
+        self._unreadable = 0
+
+    def add(self, item: Timer | Reached | Unreadable | None) -> None:
+        if isinstance(item, Unreadable):
+            self._unreadable += 1
+        elif item is not None:
+            self.items.append(item)
+
+    def listing(self, after: Position | None) -> Listing:
+        if self._are_reached:
+            return Listing(reached=self.items, next=after, unreadable=self._unreadable)
+        return Listing(timers=self.items, next=after, unreadable=self._unreadable)
 
 
 class _Stream:

@@ -7,12 +7,15 @@ what a database makes of them is for its adapter to say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from duetime.model import NO_EXTRAS, Ending, Extras, Namespace, Reached, RetryPolicy, Timer
+from duetime.model import NO_EXTRAS, Ending, Extras, Namespace, Position, Reached, RetryPolicy, Timer
+from duetime.store import Page, Unreadable
+from duetime.telemetry import log
 from duetime.timetext import LATEST_MS
 
 __all__ = [
@@ -26,9 +29,17 @@ __all__ = [
     "Row",
     "as_json",
     "bound_ms",
+    "check_types",
     "decode_namespace",
+    "first_readable",
+    "log_unreadable_namespace",
+    "namespaces_of",
+    "page_of",
+    "place_of",
     "reached_of",
     "reached_values",
+    "read_or_error",
+    "readable",
     "timer_of",
     "timer_values",
 ]
@@ -108,19 +119,56 @@ def _common_values(timer: Timer) -> tuple[Any, ...]:
     )
 
 
+_TYPES: Final[tuple[tuple[str, tuple[type, ...]], ...]] = (
+    ("timer_namespace", (str,)),
+    ("timer_id", (str,)),
+    ("timer_generation", (int,)),
+    ("timer_scheduled_at", (int,)),
+    ("timer_created_at", (int,)),
+    ("timer_attempts", (int,)),
+    ("timer_callback_url", (str,)),
+    ("timer_payload", (str, NoneType)),
+    ("timer_retry_policy", (str, bytes, NoneType)),
+    ("timer_callback_timeout_seconds", (int, NoneType)),
+    ("timer_correlation_id", (str, NoneType)),
+    ("timer_options", (str, bytes, NoneType)),
+)
+_FIRST_TYPED: Final = len(KEY_COLUMNS)
+
+
+def check_types(row: Row) -> None:
+    """For databases that take any value in any place. A wrong one would be met as an error much later, by whoever
+    uses the timer."""
+    for index, (name, types) in enumerate(_TYPES, _FIRST_TYPED):
+        if not isinstance(row[index], types):
+            raise TypeError(f"{name} is of type {type(row[index]).__name__}")
+
+
 def timer_of(row: Row, own: int = 0) -> Timer:
     """Of a row that begins with TIMER_COLUMNS. `own`: where in it the timer's own key stands."""
+    namespace, timer_id, generation, callback_url = row[3], row[4], row[5], row[9]
+    scheduled_at_ms, created_at_ms, attempts = row[6], row[7], row[8]
+    if (
+        namespace is None
+        or timer_id is None
+        or generation is None
+        or scheduled_at_ms is None
+        or created_at_ms is None
+        or attempts is None
+        or callback_url is None
+    ):
+        check_types(row)
     return Timer(
-        namespace=row[3],
-        timer_id=row[4],
+        namespace=namespace,
+        timer_id=timer_id,
         uuid_high=row[own + 1],
         uuid_low=row[own + 2],
-        generation=row[5],
+        generation=generation,
         execute_at_ms=row[own],
-        scheduled_at_ms=row[6],
-        created_at_ms=row[7],
-        callback_url=row[9],
-        attempts=row[8],
+        scheduled_at_ms=scheduled_at_ms,
+        created_at_ms=created_at_ms,
+        callback_url=callback_url,
+        attempts=attempts,
         payload=row[10],
         retry_policy=None if row[11] is None else _decode_policy(row[11]),
         callback_timeout_seconds=row[12],
@@ -131,4 +179,99 @@ def timer_of(row: Row, own: int = 0) -> Timer:
 
 def reached_of(row: Row) -> Reached:
     """Of a row that begins with REACHED_COLUMNS."""
+    if None in row[_OWN_KEY : len(REACHED_COLUMNS)]:
+        raise TypeError("a column of the reached timer is NULL")
     return Reached(timer=timer_of(row, _OWN_KEY), ending=Ending(row[18]), reached_at_ms=row[19], purge_at_ms=row[0])
+
+
+# --- rows that cannot be decoded -----------------------------------------------------------------
+#
+# A row may be spoilt by hand, by a restore, by a fault of a disk, or written by a version that was never meant to share
+# this database. One such row must not keep any other from being read.
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+ERROR_CHARS_MAX = 200
+
+
+def place_of(row: Row) -> Position:
+    return Position(row[0], row[1], row[2])
+
+
+def name_of(row: Row) -> tuple[Any, Any]:
+    """Namespace and id of a row that may be unreadable."""
+    return row[3], row[4]
+
+
+def page_of(
+    rows: Sequence[R],
+    after: Position | None,
+    read: Callable[[R], Timer] = timer_of,
+    place: Callable[[R], Position] = place_of,
+    name: Callable[[R], tuple[Any, Any]] = name_of,
+) -> Page:
+    """The timers of some rows. One by one only if there is one among them that cannot be decoded."""
+    try:
+        return Page([read(row) for row in rows], after)
+    except Exception:
+        found = [readable(row, read, place, name) for row in rows]
+    timers = [item for item in found if not isinstance(item, Unreadable)]
+    return Page(timers, after, [item for item in found if isinstance(item, Unreadable)])
+
+
+def readable(
+    row: R,
+    read: Callable[[R], T],
+    place: Callable[[R], Position] = place_of,
+    name: Callable[[R], tuple[Any, Any]] = name_of,
+) -> T | Unreadable:
+    try:
+        return read(row)
+    except Exception as error:
+        namespace, timer_id = name(row)
+        return Unreadable(place(row), _text(namespace), _text(timer_id), in_one_line(error))
+
+
+def read_or_error(row: R, read: Callable[[R], T]) -> tuple[T | None, str | None]:
+    try:
+        return read(row), None
+    except Exception as error:
+        return None, in_one_line(error)
+
+
+def first_readable(rows: Iterable[R], read: Callable[[R], T]) -> T | None:
+    for row in rows:
+        item, error = read_or_error(row, read)
+        if error is None:
+            return item
+    return None
+
+
+def in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS_MAX]
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def namespaces_of(rows: Iterable[tuple[str, str | bytes]]) -> list[Namespace]:
+    """Of names and documents, by name. One that cannot be decoded is left out and logged."""
+    found: list[Namespace] = []
+    for name, document in rows:
+        try:
+            found.append(decode_namespace(document))
+        except Exception as error:
+            log_unreadable_namespace(name, in_one_line(error))
+    return sorted(found, key=lambda namespace: namespace.name)
+
+
+_logged_namespaces: set[str] = set()
+
+
+def log_unreadable_namespace(name: str, error: str) -> None:
+    """Once in the life of the process: namespaces are read every few seconds."""
+    if name not in _logged_namespaces:
+        _logged_namespaces.add(name)
+        log.error("namespace %r cannot be decoded, it is treated as if it did not exist: %s", name, error)

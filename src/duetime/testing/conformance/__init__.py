@@ -9,6 +9,12 @@ For an adapter of your own, in a test module of yours:
             return MyStore(URL)     # called again where a test needs a second session
         async def wipe(self):       # make that database empty: called before every test
             ...
+        async def spoil_timer(self, shard_id, key):     # make a stored row undecodable (harness.py); without
+            ...                                         # these the tests of such rows are skipped
+        async def spoil_reached(self, shard_id, reached):
+            ...
+        async def spoil_namespace(self, name):
+            ...
 
 For an adapter that ships with Duetime, on a database named by URL:
 
@@ -31,18 +37,32 @@ pytest.register_assert_rewrite(
     "duetime.testing.conformance.machine",
     "duetime.testing.conformance.ownership",
     "duetime.testing.conformance.timers",
+    "duetime.testing.conformance.unreadable",
 )
 
 from duetime.testing.conformance.harness import Harness  # noqa: E402 - after the rewriting is set up
 from duetime.testing.conformance.machine import AgreesWithMemory  # noqa: E402
 from duetime.testing.conformance.ownership import Fences, Life, Members, Namespaces, Shards, Zombies  # noqa: E402
 from duetime.testing.conformance.timers import Identity, Lists, Loads, ReachedRows, Upserts  # noqa: E402
+from duetime.testing.conformance.unreadable import UnreadableRows  # noqa: E402
 
 __all__ = ["StoreConformance"]
 
 
 class StoreConformance(
-    Life, Members, Namespaces, Shards, Fences, Zombies, Identity, Upserts, ReachedRows, Loads, Lists, AgreesWithMemory
+    Life,
+    Members,
+    Namespaces,
+    Shards,
+    Fences,
+    Zombies,
+    Identity,
+    Upserts,
+    ReachedRows,
+    Loads,
+    Lists,
+    UnreadableRows,
+    AgreesWithMemory,
 ):
     """All of it. A subclass whose name starts with Test is what pytest runs."""
 

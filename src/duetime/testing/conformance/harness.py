@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from duetime.model import BEFORE_ALL, Ending, Position, Reached, Timer
+from duetime.model import BEFORE_ALL, Ending, Position, Reached, Timer, TimerKey
 from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Page, Store, Stretch
 
 SHARDS = 4
@@ -26,6 +26,20 @@ class Harness:
     async def wipe(self) -> None:
         """Make the database under test empty."""
         raise NotImplementedError
+
+    # For the tests of rows that cannot be decoded. Each changes one stored row by the driver of the database, behind
+    # the back of the store, so that the adapter cannot decode it any more, and leaves its key as it is.
+
+    async def spoil_timer(self, shard_id: int, key: TimerKey) -> None:
+        """The timer that is stored under that key."""
+        _cannot_spoil("spoil_timer")
+
+    async def spoil_reached(self, shard_id: int, reached: Reached) -> None:
+        """That reached row."""
+        _cannot_spoil("spoil_reached")
+
+    async def spoil_namespace(self, name: str) -> None:
+        _cannot_spoil("spoil_namespace")
 
     @pytest_asyncio.fixture
     async def store(self) -> AsyncIterator[Store]:
@@ -56,6 +70,10 @@ class Harness:
             yield other
         finally:
             await other.close()
+
+
+def _cannot_spoil(method: str) -> None:
+    pytest.skip(f"the test class of this adapter does not override {method}, so no stored row can be spoilt")
 
 
 async def take(store: Store, shard_id: int, nonce: int | None = None, owner_id: str = "a") -> Fence:

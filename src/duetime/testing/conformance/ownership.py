@@ -66,6 +66,16 @@ class Members(Harness):
         assert not await store.mark_dead("a", 6)
         assert [member.alive for member in await store.members()] == [True]
 
+    async def test_a_late_heartbeat_does_not_lower_the_counter(self, store: Store) -> None:
+        """It may arrive after a later one. Lowered, the counter could take a value again that an observer has seen
+        before, and be marked dead although it has moved since."""
+        await store.join(Member("a", "host:1", 0, True, 17))
+        await store.heartbeat("a", 6)
+        assert await store.heartbeat("a", 4) > 1_600_000_000_000, "it is no error: the member is alive"
+        assert [member.counter for member in await store.members()] == [6]
+        assert not await store.mark_dead("a", 4), "it was never seen at 4"
+        assert await store.mark_dead("a", 6)
+
     async def test_the_dead_stay_dead(self, store: Store) -> None:
         await store.join(Member("a", "host:1", 3, True, 17))
         assert await store.mark_dead("a", 3)
