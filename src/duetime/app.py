@@ -58,6 +58,12 @@ class App:
         self._server: HttpServer | None = None
 
     @property
+    def broken(self) -> asyncio.Event:
+        """Set when an internal error has ended the engine."""
+        assert self._engine is not None, "not started"
+        return self._engine.broken
+
+    @property
     def address(self) -> tuple[str, int]:
         assert self._server is not None, "not started"
         host, _, port = self.config.server.listen.rpartition(":")
@@ -250,10 +256,23 @@ async def _serve(config: Config, worker: Worker | None) -> int:
         with contextlib.suppress(OSError):  # nobody there any more: the end of the line says so too
             worker.line.send(READY)
     log.info("serving on http://%s:%d%s", *app.address, _rest(app))
-    await stop.wait()
-    log.info("stopping: letting what is in flight land")
+    code = await _until_stop(app, stop)
     await app.stop()
     log.info("stopped")
+    return code
+
+
+async def _until_stop(app: App, stop: asyncio.Event) -> int:
+    """Until we are told to stop, or an internal error ends the engine: a process that fires nothing must not go on.
+    Answers the exit code."""
+    stopped, broken = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(app.broken.wait())
+    await asyncio.wait({stopped, broken}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    broken.cancel()
+    if app.broken.is_set():
+        log.critical("stopping after an internal error")
+        return 1
+    log.info("stopping: letting what is in flight land")
     return 0
 
 

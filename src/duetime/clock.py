@@ -10,9 +10,12 @@ Two clocks, both in whole milliseconds:
 from __future__ import annotations
 
 import time
+from math import inf
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock"]
+__all__ = ["Clock", "OffsetBounds", "SystemClock"]
+
+_DRIFT_MS_PER_SECOND = 0.5  # how fast two clocks may part: as much as a clock is usually slewed
 
 
 class Clock(Protocol):
@@ -30,3 +33,44 @@ class SystemClock:
 
     def boot_ms(self) -> int:
         return time.clock_gettime_ns(self._boot_clock) // 1_000_000
+
+
+class OffsetBounds:
+    """How far another machine's clock is ahead of this one's boot clock, as far as its answers prove it.
+
+    Each answer was made between our sending and our receiving, and so bounds the offset; all of them together
+    bound it closer. What they prove together widens with time, because clocks drift apart.
+
+    An answer that contradicts the bounds means that a clock was set. The bounds then follow that answer, and
+    reach at most `follow_ms` beyond what it disproves.
+    """
+
+    def __init__(self, follow_ms: float = inf) -> None:
+        self.low_ms = self.high_ms = 0.0
+        self._follow_ms = follow_ms
+        self._as_of_ms: int | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self._as_of_ms is not None
+
+    @property
+    def width_ms(self) -> float:
+        return self.high_ms - self.low_ms
+
+    def saw(self, earliest_ms: int, latest_ms: int, sent_ms: int, received_ms: int) -> None:
+        """The other clock showed a time between `earliest_ms` and `latest_ms`, at some moment between `sent_ms` and
+        `received_ms` of the boot clock."""
+        low, high = float(earliest_ms - received_ms), float(latest_ms - sent_ms)
+        if self._as_of_ms is None:
+            self.low_ms, self.high_ms, self._as_of_ms = low, high, received_ms
+            return
+        grown = max(0, received_ms - self._as_of_ms) / 1_000 * _DRIFT_MS_PER_SECOND
+        self._as_of_ms = max(self._as_of_ms, received_ms)
+        self.low_ms, self.high_ms = self.low_ms - grown, self.high_ms + grown
+        if low > self.high_ms:
+            self.low_ms, self.high_ms = low, min(high, low + self._follow_ms)
+        elif high < self.low_ms:
+            self.low_ms, self.high_ms = max(low, high - self._follow_ms), high
+        else:
+            self.low_ms, self.high_ms = max(self.low_ms, low), min(self.high_ms, high)

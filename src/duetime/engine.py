@@ -20,12 +20,12 @@ from duetime.firing import FireLoop
 from duetime.horizon import Horizon
 from duetime.lane import Lane, Lookup
 from duetime.membership import Membership
-from duetime.model import Namespace, TimerKey
+from duetime.model import TimerKey
 from duetime.namespaces import Namespaces
 from duetime.placement import owners
 from duetime.shard import Entry, Shard
 from duetime.sharing import Shared
-from duetime.store import Claim, Fence, Found, ShardRow, Store
+from duetime.store import Claim, Fence, Found, ShardRow, Store, guarded
 from duetime.telemetry import Telemetry, Trouble, log
 
 __all__ = ["Engine"]
@@ -53,6 +53,7 @@ class Engine:
         rng: random.Random | None = None,
     ) -> None:
         rng = rng or random.SystemRandom()
+        store = guarded(store)
         self.telemetry = telemetry
         self.shards: dict[int, Shard] = {}
         self.rows: dict[int, ShardRow] = {}  # all shards, as last read
@@ -65,7 +66,8 @@ class Engine:
             deliverer,
             telemetry,
             rng,
-            self._namespace_of,
+            self.namespaces,
+            lambda: self._once(self._read_namespaces),
             congested=lambda: self.unsettled >= _UNSETTLED_MAX,
         )
         self.horizon = Horizon(store, config.engine, self.membership, self.fire_loop, self.shards)
@@ -74,7 +76,7 @@ class Engine:
         self.writes_waiting_max = config.engine.writes_waiting_max
         self.started = False
         self.stopping = False
-        self.broken = False
+        self.broken = asyncio.Event()  # set: an internal error has ended the engine
         self._config = config
         self._store = store
         self.clock = clock
@@ -91,6 +93,7 @@ class Engine:
             for _ in range(store.capabilities.lanes)
         ]
         self._tasks: set[asyncio.Task[None]] = set()
+        self._last_task: asyncio.Task[None] | None = None  # of an engine that an internal error has ended
         self._under_way: set[str] = set()
         self._newly_lost = 0
         self._shared_balance = Shared(self._balance)
@@ -110,6 +113,8 @@ class Engine:
         telemetry.shards_owned.read = lambda: len(self.shards)
         telemetry.lease_seconds.read = lambda: self.membership.lease_ms / 1_000
         telemetry.clock_skew_seconds.read = lambda: self.membership.skew_ms / 1_000
+        telemetry.clock_error_seconds.read = lambda: self.membership.clock_error_ms / 1_000
+        telemetry.unreadable.read = lambda: self.unreadable
         telemetry.oldest_due_seconds.read = lambda: (
             (self.fire_loop.oldest_due_ms(self.membership.now_ms()) or 0) / 1_000
         )
@@ -156,19 +161,24 @@ class Engine:
 
     def readiness(self) -> str | None:
         """None: ready to serve. Otherwise why not."""
+        if self.broken.is_set():
+            return "ended by an internal error: the log says which; restart this instance"
         if self.stopping:
             return "stopping"
         if not self.started:
             return "starting"
         if self.membership.is_skewed:
             return f"the clock is {self.membership.skew_ms} ms off the database's"
-        if self.broken:
-            return "a loop of the engine broke: the log says which; restart this instance"
         if self._store.capabilities.exclusive and len(self.shards) < len(self.rows):
             return f"{len(self.rows) - len(self.shards)} shards are not claimed yet"
         if not self.membership.may_fire():
             return f"the lease has run out: {self.membership.trouble.reason or 'the store does not answer heartbeats'}"
         return None
+
+    @property
+    def unreadable(self) -> int:
+        """Stored timers of our shards that cannot be decoded, as far as they were met."""
+        return sum(len(shard.unreadable) for shard in self.shards.values())
 
     def new_id(self) -> str:
         return f"{self._rng.getrandbits(64):016x}"
@@ -192,14 +202,15 @@ class Engine:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.broken = True
-            log.critical("a loop of the engine broke; restart this instance", exc_info=task.exception())
-
-    def _namespace_of(self, name: str) -> Namespace:
-        """The namespace of a timer that is here; a plain one if its row is not to be found."""
-        known = self.namespaces.known(name)
-        return known if known is not None else Namespace(name=name, num_shards=1, created_at_ms=0)
+        if not task.cancelled() and task.exception() is not None and not self.broken.is_set():
+            log.critical(
+                "internal error: this instance fires nothing more and gives up its lease and its shards; restart it",
+                exc_info=task.exception(),
+            )
+            self.broken.set()
+            self.abandon()
+            self._drop_all()
+            self._last_task = asyncio.get_running_loop().create_task(self.membership.leave())
 
     # --- what shards need (shard.Yard) ------------------------------------------------------------
 
@@ -252,7 +263,7 @@ class Engine:
                 # Another has it, or a failover of the database has forgotten that we do.
                 if row.fence != shard.fence and shard.fenced_at_ms < asked_at_ms and not shard.recovering:
                     self._lost(shard, OutcomeUnknown())
-                elif not is_mine and not shard.closing and self.membership.is_steady(target[row.shard_id]):
+                elif not is_mine and not shard.draining and self.membership.is_steady(target[row.shard_id]):
                     unwanted.append(shard)
             elif is_mine and (row.owner_id == me or row.owner_id not in alive):
                 wanted.append(row)
@@ -316,16 +327,19 @@ class Engine:
             self._drop(shard, NotOwner(), OutcomeUnknown())
 
     async def _release(self, shards: list[Shard]) -> None:
-        """Stop intake, let what is in flight land, commit, and only then give the shards free, each when it can be."""
+        """Start no more deliveries; once those in flight have ended, stop intake, commit, and only then give the
+        shards free, each as soon as it can be."""
         for shard in shards:
-            shard.closing = True
+            shard.draining = True
         deadline_ms = self.clock.boot_ms() + self._config.server.drain_timeout.ms
         waiting = shards
         while waiting := [shard for shard in waiting if not shard.dropped]:
             too_late = self.clock.boot_ms() >= deadline_ms
+            for shard in waiting:
+                shard.closing = shard.closing or too_late or not shard.sending
             if too_late and not all(shard.is_quiet for shard in waiting):
-                log.warning("not everything in flight has landed in time; it may be delivered twice")
-            quiet = [shard for shard in waiting if too_late or shard.is_quiet]
+                log.warning("drain timeout: deliveries still in flight may be repeated")
+            quiet = [shard for shard in waiting if too_late or (shard.closing and shard.is_quiet)]
             fences = [shard.fence for shard in quiet]
             for shard in quiet:
                 self._drop(shard, NotOwner(), OutcomeUnknown())
@@ -396,7 +410,7 @@ class Engine:
                     self._once(self._look)
                 await self.membership.beat()
                 if self.membership.is_skewed and not alone:
-                    self._spawn(self._release([s for s in self.shards.values() if not s.closing]))
+                    self._spawn(self._release([s for s in self.shards.values() if not s.draining]))
                 if not alone:
                     self._once(self._look)
             except MemberDead as error:
@@ -442,7 +456,23 @@ class Engine:
             self.horizon.relieve()
             self.horizon.look()
             self.fire_loop.wake()
+            if self.fire_loop.holds_any:
+                self._once(self._read_namespaces)
             self._once(self._look_at_store)
+
+    async def _read_namespaces(self) -> None:
+        """For due timers whose namespace is not known: until it is, nothing of them may be sent."""
+        while held := self.fire_loop.take_held():
+            reread = False
+            try:
+                await self.namespaces.refresh()
+                reread = True
+            except StoreError as error:
+                self._look_trouble.goes_on(error, self.clock.boot_ms())
+            came_meanwhile = self.fire_loop.holds_any
+            self.fire_loop.fire_held(held, reread=reread)
+            if not came_meanwhile:
+                return  # what is still held is tried again with the next sweep
 
     async def _look_at_store(self) -> None:
         """Beside the sweeps, which must not wait for a store that hangs."""

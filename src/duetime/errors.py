@@ -20,6 +20,7 @@
     │   │   └── StoreThrottled         not applied, back off
     │   ├── OutcomeUnknown        503  may have been applied: never guess, never blindly retry
     │   └── SchemaMismatch             the tables are not those this version knows
+    ├── UnreadableTimer           500  the timer is stored, but cannot be decoded
     └── SetupError                wrong configuration, or a store that cannot be used; the process does not start
 
 An error carries what a problem+json answer needs: `code` (stable, for programs), the message (for
@@ -149,6 +150,11 @@ class OutcomeUnknown(StoreError):
 class SchemaMismatch(StoreError):
     code = "schema_mismatch"
     title = "The store's schema is not the one this version knows"
+
+
+class UnreadableTimer(DuetimeError):
+    code = "timer_unreadable"
+    title = "The stored timer cannot be decoded"
 
 
 class SetupError(DuetimeError):

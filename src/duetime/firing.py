@@ -13,11 +13,13 @@ from collections.abc import Callable
 
 from duetime.config import Delivery
 from duetime.delivery import Attempt, Deliverer
+from duetime.errors import NotFound
 from duetime.flow import Flow
 from duetime.membership import Membership
 from duetime.model import Contact, Ending, Namespace, Outcome, Settlement, armed_at, missed, settle
+from duetime.namespaces import Namespaces
 from duetime.shard import Entry, Phase
-from duetime.telemetry import Telemetry, log
+from duetime.telemetry import Telemetry, Trouble, log
 
 __all__ = ["FireLoop", "Firing"]
 
@@ -31,10 +33,11 @@ _QUEUED = Phase.QUEUED
 class Firing:
     """One due timer on its way through flow and delivery."""
 
-    __slots__ = ("begun", "entry", "fence", "loop")
+    __slots__ = ("begun", "entry", "fence", "loop", "namespace")
 
-    def __init__(self, entry: Entry, loop: FireLoop) -> None:
+    def __init__(self, entry: Entry, namespace: Namespace, loop: FireLoop) -> None:
         self.entry = entry
+        self.namespace = namespace  # as it is when the attempt is made; its outcome is settled by the same
         self.loop = loop
         self.fence = entry.shard.fence  # as the request will say; it may change while the request waits
         self.begun = False
@@ -63,7 +66,8 @@ class FireLoop:
         deliverer: Deliverer,
         telemetry: Telemetry,
         rng: random.Random,
-        namespace_of: Callable[[str], Namespace],
+        namespaces: Namespaces,
+        read_namespaces: Callable[[], None],
         congested: Callable[[], bool],
     ) -> None:
         self.membership = membership
@@ -72,13 +76,18 @@ class FireLoop:
         self.flow: Flow[Firing] = Flow(
             config,
             deliver=self._deliver,
-            wanted=lambda firing: firing.entry.phase is _QUEUED,
+            wanted=lambda firing: firing.entry.phase is _QUEUED and not firing.entry.shard.draining,
             done=self._done,
             congested=congested,
         )
         self._deliverer = deliverer
         self._rng = rng
-        self._namespace_of = namespace_of
+        self._namespaces = namespaces
+        self._read_namespaces = read_namespaces
+        self._without_namespace: list[Entry] = []  # due, but their namespace has to be read first
+        self._unknown_trouble = Trouble(
+            "due timers are held: their namespace is not known", "all namespaces of due timers are known again"
+        )
         self._heap: list[int] = []
         self._armed: dict[int, Entry] = {}
         self._counter = 0
@@ -148,10 +157,7 @@ class FireLoop:
                     break
                 entry = armed.pop(heapq.heappop(heap), None)
                 if entry is not None:
-                    try:
-                        self._fire(entry, now_ms)
-                    except Exception as error:  # one timer that cannot even be queued must not stop the others
-                        self._broke(entry, error)
+                    self._try_fire(entry, now_ms)
             heap = self._heap
             if heap:
                 self._wake_for(heap[0] >> _COUNTER_BITS)
@@ -165,42 +171,92 @@ class FireLoop:
 
     # --- one timer --------------------------------------------------------------------------------
 
-    def _fire(self, entry: Entry, now_ms: int) -> None:
+    def _try_fire(self, entry: Entry, now_ms: int, *, reread: bool = False) -> None:
+        try:
+            self._fire(entry, now_ms, reread)
+        except Exception as error:  # one timer that cannot even be queued must not stop the others
+            self._broke(entry, error)
+
+    def _fire(self, entry: Entry, now_ms: int, reread: bool) -> None:
+        """`reread`: the namespaces were read after this timer was due."""
         shard, timer = entry.shard, entry.timer
         if entry.phase is not Phase.ARMED:
             return
         if shard.recovering:
             shard.stall(entry)
             return
-        if shard.closing:
+        if shard.draining:
             return  # on its way to another instance, which will find it due
+        namespace = self._namespaces.known(timer.namespace)
+        if namespace is None or (namespace.deleted and not reread):
+            # Not read yet, or made anew since it was read. Without its secrets and its policy nothing is sent.
+            self._hold(entry)
+            return
         if timer.extras.missed is not None:
-            settlement = missed(timer, self._namespace_of(timer.namespace), now_ms)
+            settlement = missed(timer, namespace, now_ms)
             if settlement is not None:
                 self._count_end(settlement)
                 shard.end_unfired(entry, settlement)
                 return
         entry.phase = _QUEUED
-        self.flow.submit(Firing(entry, self), self._deliverer.destination(timer.callback_url), timer.namespace)
+        firing = Firing(entry, namespace, self)
+        self.flow.submit(firing, self._deliverer.destination(timer.callback_url), timer.namespace)
+
+    def _hold(self, entry: Entry) -> None:
+        self._without_namespace.append(entry)
+        self._read_namespaces()
+
+    @property
+    def holds_any(self) -> bool:
+        """Are there due timers whose namespace has to be read first?"""
+        return bool(self._without_namespace)
+
+    def take_held(self) -> list[Entry]:
+        """Those timers; whoever takes them reads the namespaces and hands them to `fire_held`."""
+        held, self._without_namespace = self._without_namespace, []
+        return held
+
+    def fire_held(self, entries: list[Entry], *, reread: bool) -> None:
+        """`reread`: the namespaces were read after these timers were taken. What is still unknown is held on."""
+        reread = reread and self.membership.may_fire()
+        unknown: set[str] = set()
+        for entry in entries:
+            if entry.phase is not Phase.ARMED:
+                continue  # replaced, deleted, or lost with its shard
+            if reread and self._namespaces.known(entry.timer.namespace) is not None:
+                self._try_fire(entry, self.membership.now_ms(), reread=True)
+            else:
+                unknown.add(entry.timer.namespace)
+                self._without_namespace.append(entry)
+        if unknown:
+            self._unknown_trouble.goes_on(NotFound(", ".join(sorted(unknown)[:10])), self.membership.boot_ms())
+        else:
+            self._unknown_trouble.is_over()
 
     def _broke(self, entry: Entry, error: Exception) -> None:
         """It counts as an attempt that failed, or it would be forgotten until the next restart."""
         timer = entry.timer
-        log.exception("firing of %s/%s broke", timer.namespace, timer.timer_id)
+        log.exception("unexpected error while firing timer %r of namespace %r", timer.timer_id, timer.namespace)
+        namespace = self._namespaces.known(timer.namespace)
+        if namespace is None:
+            self._hold(entry)
+            return
         entry.phase = _QUEUED
         try:
-            self._done(Firing(entry, self), Outcome(Contact.BROKEN, error=f"internal: {error!r}"))
+            self._done(Firing(entry, namespace, self), Outcome(Contact.BROKEN, error=f"internal: {error!r}"))
         except Exception:
-            log.exception("nor could that be settled")
+            log.exception("unexpected error while settling that")
 
     async def _deliver(self, firing: Firing) -> Outcome:
         entry = firing.entry
         timer, fence = entry.timer, firing.fence
-        attempt = Attempt(timer, self._namespace_of(timer.namespace), f"{fence.shard_id}.{fence.version}", firing.begin)
+        # It may have waited long for its destination: the settings of now count.
+        firing.namespace = self._namespaces.known(timer.namespace) or firing.namespace
+        attempt = Attempt(timer, firing.namespace, f"{fence.shard_id}.{fence.version}", firing.begin)
         try:
             return await self._deliverer.deliver(attempt)
         except Exception as error:  # one timer that breaks its deliverer must not stop the others
-            log.exception("delivery of %s/%s broke", timer.namespace, timer.timer_id)
+            log.exception("unexpected error while delivering timer %r of namespace %r", timer.timer_id, timer.namespace)
             return Outcome(Contact.BROKEN, error=f"internal: {error!r}")
 
     def _done(self, firing: Firing, outcome: Outcome) -> None:
@@ -217,7 +273,7 @@ class FireLoop:
         settlement = settle(
             timer,
             outcome,
-            self._namespace_of(timer.namespace),
+            firing.namespace,
             started_at_ms=entry.started_at_ms,
             now_ms=max(now_ms, entry.started_at_ms),
             jitter=self._rng.random(),

@@ -45,7 +45,7 @@ class Horizon:
         self._fire_loop = fire_loop
         self._shards = shards
         self._needy: list[tuple[int, int]] = []  # (horizon, shard)
-        self._deep: set[int] = set()  # shards whose last page was not the end: they get one of their own
+        self._deep: set[int] = set()  # shards whose last page was not the end, or failed: each is loaded by itself
         self._wake = asyncio.Event()
         self._relieving = False
         self._page_timers = max(_PAGE_TIMERS_MIN, min(_PAGE_TIMERS_MAX, config.timers_in_memory_max // 10))
@@ -132,7 +132,7 @@ class Horizon:
                 return None  # asked again within a second, when there may be room
             heapq.heappop(self._needy)
             shard = self._shards.get(shard_id)
-            if shard is not None and not (shard.loading or shard.dropped or shard.closing):
+            if shard is not None and not (shard.loading or shard.dropped or shard.draining):
                 return shard
         return None
 
@@ -144,6 +144,8 @@ class Horizon:
             pages = await self._store.load([Stretch(s.shard_id, s.horizon, until_ms, limit) for s in shards])
         except StoreError as error:
             pages = [error] * len(shards)
+            # One of them may be the reason: from now on each is loaded by itself, until that works.
+            self._deep.update(shard.shard_id for shard in shards)
         finally:
             for shard, page in zip(shards, pages, strict=True):
                 self._loaded(shard, None if isinstance(page, StoreError) else page, until_ms)
@@ -155,8 +157,10 @@ class Horizon:
 
     def _loaded(self, shard: Shard, page: Page | None, until_ms: int) -> None:
         shard.load_ended(page, until_ms)
+        if page is None:
+            return
         self._deep.discard(shard.shard_id)
-        if page is not None and page.next is not None and not shard.dropped:
+        if page.next is not None and not shard.dropped:
             self._deep.add(shard.shard_id)
             heapq.heappush(self._needy, (shard.horizon.execute_at_ms, shard.shard_id))
             self._wake.set()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from duetime.clock import Clock
-from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
+from duetime.errors import ShardLost, StoreError, StoreThrottled, StoreUnavailable
 from duetime.model import TimerKey
 from duetime.shard import Shard
 from duetime.store import Batch, Committed, Found, Store
@@ -49,6 +49,7 @@ class Lane:
         self._queued: set[Shard] = set()
         self._failures: WeakKeyDictionary[Shard, int] = WeakKeyDictionary()  # in a row
         self._rooms: WeakKeyDictionary[Shard, int] = WeakKeyDictionary()  # rows at a time, after a failure
+        self._apart: WeakSet[Shard] = WeakSet()  # each in a commit of its own, until one of its own succeeds
         self._resting: set[Shard] = set()
         self._wake = asyncio.Event()
         self._low_water_at_ms: dict[int, int] = {}
@@ -78,7 +79,10 @@ class Lane:
         for _ in range(len(self._dirty)):
             if room <= 0 or chars <= 0:
                 break
-            shard = self._dirty.popleft()
+            shard = self._dirty[0]
+            if shard in self._apart and taken:
+                break
+            self._dirty.popleft()
             self._queued.discard(shard)
             if shard in self._resting:
                 continue  # it comes back when it has rested
@@ -90,6 +94,8 @@ class Lane:
             room -= shard.committing_rows
             chars -= shard.committing_chars
             taken.append((shard, self._with_low_water(shard, batch)))
+            if shard in self._apart:
+                break
         return taken
 
     def _with_low_water(self, shard: Shard, batch: Batch) -> Batch:
@@ -105,13 +111,11 @@ class Lane:
         started_ms = self._clock.boot_ms()
         telemetry.commit_operations.observe(sum(len(shard.committing) for shard, _ in taken))
         results: Sequence[Committed | StoreError]
+        raised = False
         try:
             results = await self._store.commit([batch for _, batch in taken])
         except StoreError as error:
-            results = [error] * len(taken)
-        except Exception as error:  # a driver's bug must not be taken for success, nor stop the lane
-            log.exception("commit failed in a way the store does not know: %r", error)
-            results = [OutcomeUnknown(repr(error))] * len(taken)
+            raised, results = True, [error] * len(taken)
         telemetry.commit_seconds.observe((self._clock.boot_ms() - started_ms) / 1_000)
         errors = [result for result in results if not isinstance(result, Committed | ShardLost)]
         unknown = [error for error in errors if not isinstance(error, StoreUnavailable)]
@@ -122,23 +126,31 @@ class Lane:
             self._trouble.goes_on(errors[0], self._clock.boot_ms())
         else:
             self._trouble.is_over()
+        is_shared = raised and len(taken) > 1
         for (shard, batch), result in zip(taken, results, strict=True):
             if not shard.dropped:
-                self._settle(shard, batch, result)
+                self._settle(shard, batch, result, is_shared=is_shared)
         if len(errors) < len(results):
             self._committed()
 
-    def _settle(self, shard: Shard, batch: Batch, result: Committed | StoreError) -> None:
+    def _settle(self, shard: Shard, batch: Batch, result: Committed | StoreError, *, is_shared: bool) -> None:
+        """`is_shared`: an error of the whole commit, of which another shard may be the reason."""
         if isinstance(result, Committed):
             if shard in self._rooms:
                 self._succeeded(shard)
+            self._apart.discard(shard)
             shard.committed(batch, result)
         elif isinstance(result, ShardLost):
             self._lost(shard)
         else:
-            # A write that can never be applied must not keep others from it: what fails is halved, down to one Op.
-            self._rooms[shard] = max(1, shard.committing_rows // 2)
-            self._rest(shard)
+            # A write that can never be applied must not keep others from it. The shards of the commit are tried one
+            # by one; of the one that still fails the batch is halved, down to one Op.
+            if is_shared:
+                self._apart.add(shard)
+            else:
+                self._rooms[shard] = max(1, shard.committing_rows // 2)
+            if not is_shared or isinstance(result, StoreThrottled):
+                self._rest(shard, can_be_split=len(shard.committing) > 1)
             if isinstance(result, StoreUnavailable):
                 shard.not_committed(str(result))
             else:
@@ -150,11 +162,14 @@ class Lane:
         if self._rooms[shard] >= self._store.capabilities.batch_max:
             del self._rooms[shard]
 
-    def _rest(self, shard: Shard) -> None:
-        """Longer and longer while it fails; the others go on."""
+    def _rest(self, shard: Shard, *, can_be_split: bool) -> None:
+        """Longer and longer while it fails; the others go on. Briefly while its batch can still be halved: a part
+        of it may succeed."""
         self._resting.add(shard)
-        failures = self._failures[shard] = self._failures.get(shard, 0) + 1
-        pause = min(_PAUSE_FIRST_SECONDS * 2 ** min(failures - 1, 10), _PAUSE_MAX_SECONDS)
+        failures = self._failures.get(shard, 0)
+        pause = min(_PAUSE_FIRST_SECONDS * 2 ** min(failures, 10), _PAUSE_MAX_SECONDS)
+        if not can_be_split:
+            self._failures[shard] = failures + 1
         asyncio.get_running_loop().call_later(pause, self._rested, shard)
 
     def _rested(self, shard: Shard) -> None:

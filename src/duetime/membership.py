@@ -7,26 +7,33 @@
 - Dead never comes back: who learns that he is dead joins again under a new id.
 - A member whose clock is off counts in odd numbers. It is alive, so nobody takes its shards from it; but it
   gives them away, and the others know that it will not claim any.
-- A wall clock that gains on boot time by a jump is believed only once the database's clock agrees.
+- The time by which timers are due is the database's, as far as heartbeats can tell. This machine's wall clock counts
+  while it agrees with that within the error of the measurement; one that is off is corrected, and a jump between two
+  heartbeats is ignored. So neither fires anything early.
 """
 
 from __future__ import annotations
 
 import random
+from math import ceil, floor
 
 from msgspec.structs import replace
 
-from duetime.clock import Clock
+from duetime.clock import Clock, OffsetBounds
 from duetime.config import EngineConfig
 from duetime.errors import MemberDead, OutcomeUnknown, StoreError
 from duetime.store import Member, Store
 from duetime.telemetry import Telemetry, Trouble, log
 
-__all__ = ["Membership"]
+__all__ = ["EARLY_MAX_MS", "Membership"]
 
 _NEVER = -1
 _FORGET_AFTER_MS = 600_000
 _STEADY_BEATS = 7
+# By how much a timer may be early by the database's clock: this machine's clock is believed that far. Less would make
+# timers late by the round trip of a heartbeat, where both clocks are right.
+EARLY_MAX_MS = 5
+_ROUNDING_MS = 1  # two clocks that are read in whole milliseconds differ by so much without having moved
 
 
 class Membership:
@@ -52,9 +59,9 @@ class Membership:
         self.alive: dict[str, Member] = {}  # as last read, this instance included
         self._counter = 0
         self._lease_until_ms = _NEVER
-        # As of the last heartbeat on which the database's clock agreed.
-        self._wall_minus_boot_ms = clock.wall_ms() - clock.boot_ms()
-        self._ahead_ms = 0  # how far ahead of the database's clock it may be even so
+        self._bounds = OffsetBounds()  # of the database's clock
+        self._wall_minus_boot_ms = clock.wall_ms() - clock.boot_ms()  # as of the last heartbeat
+        self._correction_ms = 0  # what is taken off this machine's wall clock
         self._seen: dict[str, tuple[int, int]] = {}  # member -> (counter, boot time of its last change)
         self._observed_at_ms = _NEVER
         self._dead_since_ms: dict[str, int] = {}
@@ -80,12 +87,18 @@ class Membership:
         return abs(self.skew_ms) > self._config.clock_skew_max.ms
 
     def now_ms(self) -> int:
-        """Wall time, but never ahead by a jump that the database has not confirmed yet."""
+        """The time by which timers are due: the wall clock, corrected as of the last heartbeat. If the wall clock has
+        jumped since, the boot clock goes on from there."""
         wall_ms = self._clock.wall_ms()
-        steady_ms = self._clock.boot_ms() + self._wall_minus_boot_ms
-        if wall_ms - steady_ms > self._config.clock_skew_max.ms - self._ahead_ms:
-            return steady_ms
-        return wall_ms
+        unjumped_ms = self._clock.boot_ms() + self._wall_minus_boot_ms
+        if abs(wall_ms - unjumped_ms) > _ROUNDING_MS:
+            wall_ms = unjumped_ms
+        return wall_ms - self._correction_ms
+
+    @property
+    def clock_error_ms(self) -> float:
+        """How far `skew_ms` may be off: what the round trips of the heartbeats leave open."""
+        return self._bounds.width_ms
 
     # --- joining and staying ----------------------------------------------------------------------
 
@@ -149,29 +162,27 @@ class Membership:
     def _judge_clock(self, store_ms: int, started_ms: int) -> None:
         """The database read its clock somewhere between our sending and our receiving."""
         was_skewed = self.is_skewed
+        capabilities, bounds = self._store.capabilities, self._bounds
         wall_ms, boot_ms = self._clock.wall_ms(), self._clock.boot_ms()
-        earliest_skew_ms = wall_ms - store_ms - (boot_ms - started_ms)
-        latest_skew_ms = wall_ms - store_ms
-        if earliest_skew_ms <= 0 <= latest_skew_ms:
-            self.skew_ms = 0
+        error_ms = capabilities.clock_error_ms
+        bounds.saw(store_ms - error_ms, store_ms + error_ms, started_ms, boot_ms)
+        low_ms, high_ms = floor(bounds.low_ms), ceil(bounds.high_ms)
+        offset_ms = self._wall_minus_boot_ms = wall_ms - boot_ms
+        self.skew_ms = offset_ms - min(max(offset_ms, low_ms), high_ms)
+        if abs(self.skew_ms) > _ROUNDING_MS:
+            self._correction_ms = offset_ms - low_ms
+        elif capabilities.exclusive:  # the database's clock is this machine's
+            self._correction_ms = 0
         else:
-            self.skew_ms = min(earliest_skew_ms, latest_skew_ms, key=abs)
-        if self.is_skewed:
-            if not was_skewed:
-                log.error(
-                    "this machine's clock is %d ms off the database's: it fires nothing and gives its shards away"
-                    " until the clock is set right (NTP, chrony)",
-                    self.skew_ms,
-                )
-            return
-        if was_skewed:
+            self._correction_ms = max(0, offset_ms - low_ms - max(EARLY_MAX_MS, 2 * error_ms))
+        if self.is_skewed and not was_skewed:
+            log.error(
+                "this machine's clock is %d ms off the database's: it fires nothing and gives its shards away"
+                " until the clock is set right (NTP, chrony)",
+                self.skew_ms,
+            )
+        elif was_skewed and not self.is_skewed:
             log.info("this machine's clock agrees with the database's again")
-        # An answer that took long leaves room for a jump: what was gained is believed only if even then
-        # the clock cannot be too far ahead.
-        gained_ms = wall_ms - boot_ms - self._wall_minus_boot_ms
-        if gained_ms <= 0 or latest_skew_ms <= self._config.clock_skew_max.ms:
-            self._wall_minus_boot_ms = wall_ms - boot_ms
-            self._ahead_ms = min(max(0, latest_skew_ms), self._config.clock_skew_max.ms)
 
     async def observe(self) -> bool:
         """Read the members and bury the dead; True if the living, or the fit among them, are not those of before."""

@@ -330,7 +330,7 @@ class NamespaceSpec(Struct, frozen=True, kw_only=True):
 
 class Created(Struct, frozen=True, gc=False):
     view: TimerView
-    replaced: bool
+    replaced: bool | None  # None: it is stored, but the answer that said so was lost
     existed: bool = False  # `ifAbsent` found it: nothing was created
 
 

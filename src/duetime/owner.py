@@ -15,12 +15,14 @@ from duetime.delivery import Deliverer
 from duetime.engine import Engine
 from duetime.errors import (
     Conflict,
+    DuetimeError,
     InvalidField,
     NotFound,
     OutcomeUnknown,
     StoreError,
     StoreUnavailable,
     TooLarge,
+    UnreadableTimer,
 )
 from duetime.model import (
     NO_EXTRAS,
@@ -41,13 +43,15 @@ from duetime.model import (
     cancelled,
     uuid_of,
 )
-from duetime.shard import UNKNOWN, Shard
+from duetime.shard import UNKNOWN, Shard, Written
 from duetime.store import Found, Store
 from duetime.timetext import LATEST_MS
 
-__all__ = ["Owner", "Written", "view_of"]
+__all__ = ["Admitted", "Owner", "Writing", "view_of"]
 
-Written = asyncio.Future[tuple[Timer | None, bool]]
+Writing = asyncio.Future[Written]
+# A create that waits for its commit.
+Admitted = tuple[Shard, Timer, Writing]
 
 _replace = msgspec.structs.replace
 
@@ -63,13 +67,13 @@ class Owner:
 
     # --- create -----------------------------------------------------------------------------------
 
-    def admit(self, shard: Shard, namespace: Namespace, spec: TimerSpec) -> tuple[Timer, Written] | None:
+    def admit(self, shard: Shard, namespace: Namespace, spec: TimerSpec) -> Admitted | None:
         """The common create, without waiting for anything but the commit. None: this one has to wait."""
         key = TimerKey(spec.namespace, spec.timer_id)
         if spec.if_absent or shard.is_held(key):
             return None
         timer = self._timer_of(spec, namespace, shard)
-        return timer, shard.write(key, timer, [])
+        return shard, timer, shard.write(key, timer, [])
 
     async def create(self, shard: Shard, spec: TimerSpec) -> Created:
         """Upsert: whatever timer has this id is replaced."""
@@ -79,21 +83,53 @@ class Owner:
             timer = self._timer_of(spec, namespace, shard)
             if spec.if_absent and (there := await self._already_there(shard, key, spec, timer)):
                 return there
-            written = shard.write(key, timer, [])
-            return await self.created(timer, written)
+            _, replaced = await shard.write(key, timer, [])
+        return await self._created(shard, timer, replaced)
 
-    async def created(self, timer: Timer, written: Written) -> Created:
-        _, replaced = await written
-        return self.now_created(timer, replaced)
+    async def created(self, admitted: Admitted) -> Created:
+        """What `admit` has admitted, once it is on disk."""
+        shard, timer, writing = admitted
+        _, replaced = await writing
+        return self.acknowledged(timer, replaced) or await self._created(shard, timer, replaced)
 
-    def now_created(self, timer: Timer, replaced: bool) -> Created:
-        """It is on disk."""
+    def acknowledged(self, timer: Timer, replaced: bool | None) -> Created | None:
+        """It is on disk. None: whether its namespace is still there has to be read first, see `created`."""
+        if self._namespaces.usable(timer.namespace) is None:
+            return None
         self._telemetry.created.value += 1
         return Created(TimerView(timer, State.SCHEDULED), replaced)
+
+    async def _created(self, shard: Shard, timer: Timer, replaced: bool | None) -> Created:
+        await self._check_still_in_namespace(shard, timer)
+        self._telemetry.created.value += 1
+        return Created(TimerView(timer, State.SCHEDULED), replaced)
+
+    async def _check_still_in_namespace(self, shard: Shard, timer: Timer) -> None:
+        """A timer was written. It is acknowledged only if a reading of the namespace that is young enough still shows
+        it: whoever deletes a namespace waits for longer than that and then looks for timers, so it finds all that
+        were acknowledged (service.delete_namespace). If the namespace is gone, the timer is removed again."""
+        try:
+            await self._namespaces.get(timer.namespace)
+        except NotFound:
+            try:
+                await self._remove(shard, timer)
+            except DuetimeError as error:
+                raise OutcomeUnknown(f"the namespace was deleted, and the timer may be left in it: {error}") from error
+            raise
+        except StoreError as error:
+            raise OutcomeUnknown(f"stored, but whether the namespace still exists is not known: {error}") from error
+
+    async def _remove(self, shard: Shard, timer: Timer) -> None:
+        async with shard.alone(timer.key):
+            found = await self._find(shard, timer.key)
+            if found.timer is not None and found.timer.generation == timer.generation:
+                await shard.write(timer.key, None, [])
 
     async def _already_there(self, shard: Shard, key: TimerKey, spec: TimerSpec, timer: Timer) -> Created | None:
         """`ifAbsent`: the same request again gets the same answer, another one a conflict, also after the end."""
         found = await self._find(shard, key)
+        if found.unreadable is not None:
+            raise _unreadable(key, found.unreadable)
         stored = found.timer or (found.reached.timer if found.reached is not None else None)
         if stored is None:
             return None
@@ -176,22 +212,27 @@ class Owner:
             found = await self._find(shard, key)
             timer = found.timer
             if timer is None:
-                raise _no_timer(key) if found.reached is None else _is_over(key, found.reached)
+                raise _not_scheduled(key, found)
             changed = self._patched(timer, patch, namespace)
             verdict = Verdict.IN_FLIGHT if shard.is_sending(key) else Verdict.UPDATED
             changed = _replace(changed, generation=shard.next_generation())
             await shard.write(key, changed, [])
+        await self._check_still_in_namespace(shard, changed)
         self._telemetry.updated.value += 1
         return Updated(TimerView(changed, State.SCHEDULED), verdict)
 
     def _patched(self, timer: Timer, patch: TimerPatch, namespace: Namespace) -> Timer:
-        """The timer with the patch applied: a new wish, so its attempts start over."""
+        """The timer with the patch applied. Only a new time makes its attempts start over: a timer that is being
+        retried was fired on time, and no missed-fire policy may say otherwise."""
         extras = timer.extras
-        headers = extras.headers if patch.headers is UNSET else patch.headers or None
-        tags = extras.tags if patch.tags is UNSET else patch.tags or ()
-        missed = extras.missed if patch.missed is UNSET else patch.missed
         changed = _replace(
-            timer, attempts=0, extras=Extras(headers=headers, tags=tags, missed=missed, later=extras.later)
+            timer,
+            extras=_replace(
+                extras,
+                headers=extras.headers if patch.headers is UNSET else patch.headers or None,
+                tags=extras.tags if patch.tags is UNSET else patch.tags or (),
+                missed=extras.missed if patch.missed is UNSET else patch.missed,
+            ),
         )
         if patch.execute_at_ms is not UNSET or patch.delay_ms is not UNSET:
             at_ms = self._instant(
@@ -199,7 +240,9 @@ class Owner:
                 None if patch.delay_ms is UNSET else patch.delay_ms,
                 self._engine.membership.now_ms(),
             )
-            changed = _replace(changed, execute_at_ms=at_ms, scheduled_at_ms=at_ms)
+            changed = _replace(
+                changed, execute_at_ms=at_ms, scheduled_at_ms=at_ms, attempts=0, extras=changed.extras.asked_for()
+            )
         if patch.headers is not UNSET:
             self._check_headers(patch.headers)
         if patch.callback_url is not UNSET:
@@ -226,6 +269,9 @@ class Owner:
         async with shard.alone(key):
             found = await self._find(shard, key)
             timer = found.timer
+            if found.unreadable is not None:
+                await shard.write(key, None, [])
+                return Verdict.CANCELLED
             if timer is None:
                 if found.reached is None:
                     raise _no_timer(key)
@@ -242,27 +288,33 @@ class Owner:
 
     async def fire_now(self, shard: Shard, key: TimerKey) -> TimerView:
         """Make a scheduled timer due at once; one already on its way is left to it."""
+        await self._namespaces.get(key.namespace)
         async with shard.alone(key):
             found = await self._find(shard, key)
             if found.timer is None:
-                raise _no_timer(key) if found.reached is None else _is_over(key, found.reached)
+                raise _not_scheduled(key, found)
             if shard.is_sending(key):
                 return view_of(shard, key, found)
-            return await self._arm_now(shard, key, found.timer)
+            timer = await self._arm_now(shard, key, found.timer)
+        await self._check_still_in_namespace(shard, timer)
+        return TimerView(timer, State.SCHEDULED)
 
     async def replay(self, shard: Shard, key: TimerKey) -> TimerView:
         """Arm a reached timer again, as a new one that is due at once."""
+        await self._namespaces.get(key.namespace)
         async with shard.alone(key):
             found = await self._find(shard, key)
             if found.timer is not None:
                 raise Conflict(
                     f"Timer {key.timer_id!r} is scheduled, not reached", field="timerId", code="timer_scheduled"
                 )
-            if found.reached is None:
-                raise _no_timer(key)
-            return await self._arm_now(shard, key, found.reached.timer)
+            if found.reached is None or found.unreadable is not None:
+                raise _not_scheduled(key, found)
+            timer = await self._arm_now(shard, key, found.reached.timer)
+        await self._check_still_in_namespace(shard, timer)
+        return TimerView(timer, State.SCHEDULED)
 
-    async def _arm_now(self, shard: Shard, key: TimerKey, timer: Timer) -> TimerView:
+    async def _arm_now(self, shard: Shard, key: TimerKey, timer: Timer) -> Timer:
         now_ms = self._engine.membership.now_ms()
         timer = _replace(
             timer,
@@ -273,7 +325,7 @@ class Owner:
             extras=timer.extras.asked_for(),
         )
         await shard.write(key, timer, [])
-        return TimerView(timer, State.SCHEDULED)
+        return timer
 
     async def _find(self, shard: Shard, key: TimerKey) -> Found:
         """What is on disk under a key. The caller is `alone` with it, so it stays so until he writes.
@@ -303,6 +355,8 @@ def view_of(shard: Shard | None, key: TimerKey, found: Found) -> TimerView:
     if found.timer is not None:
         sending = shard is not None and shard.is_sending(key)
         return TimerView(found.timer, State.IN_FLIGHT if sending else State.SCHEDULED)
+    if found.unreadable is not None:
+        raise _unreadable(key, found.unreadable)
     if found.reached is not None:
         return TimerView(found.reached.timer, State(found.reached.ending.value), found.reached)
     raise _no_timer(key)
@@ -311,6 +365,20 @@ def view_of(shard: Shard | None, key: TimerKey, found: Found) -> TimerView:
 def _no_timer(key: TimerKey) -> NotFound:
     return NotFound(
         f"There is no timer {key.timer_id!r} in namespace {key.namespace!r}", field="timerId", code="timer_not_found"
+    )
+
+
+def _not_scheduled(key: TimerKey, found: Found) -> DuetimeError:
+    if found.unreadable is not None:
+        return _unreadable(key, found.unreadable)
+    return _no_timer(key) if found.reached is None else _is_over(key, found.reached)
+
+
+def _unreadable(key: TimerKey, error: str) -> UnreadableTimer:
+    return UnreadableTimer(
+        f"Timer {key.timer_id!r} in namespace {key.namespace!r} is stored, but cannot be decoded, and does not fire: "
+        f"{error}. Create it again, or delete it",
+        field="timerId",
     )
 
 

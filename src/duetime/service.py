@@ -40,7 +40,6 @@ from duetime.model import (
     NamespaceSpec,
     Position,
     State,
-    Timer,
     TimerFilter,
     TimerKey,
     TimerPatch,
@@ -52,7 +51,7 @@ from duetime.model import (
     shard_of,
 )
 from duetime.namespaces import DEFAULT_NAMESPACE, FRESH_FOR_MS
-from duetime.owner import Owner, Written, view_of
+from duetime.owner import Admitted, Owner, Writing, view_of
 from duetime.peers import (
     CreateOrder,
     DeleteOrder,
@@ -71,7 +70,7 @@ from duetime.peers import (
 from duetime.shard import Shard
 from duetime.sharing import Shared, retrieved
 from duetime.standing import ClusterStatus, InstanceStatus, ShardMap
-from duetime.store import Found, ListQuery, Store
+from duetime.store import Found, ListQuery, Store, guarded
 from duetime.telemetry import log
 
 __all__ = ["Service"]
@@ -82,9 +81,8 @@ _FORGOTTEN_AT_ONCE = 8  # so that they become fewer, and none costs much
 _STATUS_EVERY_SECONDS = 0.2
 # A shard that is between two owners has a new one within this time, normally; wishes about it wait so long.
 _PATIENCE_MS = 2_000
-# After a namespace was marked deleted: nobody takes a write for it on an older reading, and what was taken is written.
-_WORD_GETS_ROUND_SECONDS = FRESH_FOR_MS / 1_000 + 1.0
-_ADMITTED_IS_WRITTEN_SECONDS = 0.25
+# After a namespace was marked deleted: by then every instance has seen it, or acknowledges no write to it.
+_DELETION_SEEN_SECONDS = FRESH_FOR_MS / 1_000 + 1.0
 _PAUSE_FIRST_SECONDS = 0.02
 _PAUSE_MAX_SECONDS = 0.25
 
@@ -100,7 +98,7 @@ class Service:
     ) -> None:
         self._config = config
         self._engine = engine
-        self._store = store
+        self._store = store = guarded(store)
         self._owner = Owner(config, engine, store, deliverer)
         self._peers = peers or NoPeers()
         self._namespaces = engine.namespaces
@@ -124,15 +122,15 @@ class Service:
             return await self._create_slowly(spec)
         return await self._created(spec, admitted)
 
-    async def _created(self, spec: TimerSpec, admitted: tuple[Timer, Written]) -> Created:
+    async def _created(self, spec: TimerSpec, admitted: Admitted) -> Created:
         try:
-            return await self._owner.created(*admitted)
+            return await self._owner.created(admitted)
         except NotOwner:  # lost meanwhile, and not applied
             return await self._create_slowly(spec)
 
     async def create_many(self, specs: Sequence[TimerSpec | DuetimeError]) -> list[Created | DuetimeError]:
         """One result for each, in order; what could not be decoded passes through as its error."""
-        admitted: list[tuple[TimerSpec, tuple[Timer, Written]] | asyncio.Future[Created] | DuetimeError] = []
+        admitted: list[tuple[TimerSpec, Admitted] | asyncio.Future[Created] | DuetimeError] = []
         for spec in specs:
             try:
                 if isinstance(spec, DuetimeError):
@@ -154,7 +152,7 @@ class Service:
                 results.append(error)
         return results
 
-    def _admit(self, spec: TimerSpec) -> tuple[Timer, Written] | None:
+    def _admit(self, spec: TimerSpec) -> Admitted | None:
         """The common create: of a shard that is here, in a namespace that is known. None: this one has to wait."""
         namespace = self._namespaces.usable(spec.namespace)
         if namespace is None:
@@ -370,17 +368,26 @@ class Service:
             return None  # the slower way says the same, in its place
         if admitted is None:
             return None
-        timer, written = admitted
-        answer: asyncio.Future[OrderAnswer] = written.get_loop().create_future()
+        _, timer, writing = admitted
+        answer: asyncio.Future[OrderAnswer] = writing.get_loop().create_future()
 
-        def tell(_: Written) -> None:
-            error = written.exception()
+        def tell(_: Writing) -> None:
+            error = writing.exception()
+            if error is not None:
+                answer.set_exception(error)
+            elif (created := self._owner.acknowledged(timer, writing.result()[1])) is not None:
+                answer.set_result(created)
+            else:
+                asyncio.ensure_future(self._owner.created(admitted)).add_done_callback(tell_late)
+
+        def tell_late(created: asyncio.Future[Created]) -> None:
+            error = created.exception()
             if error is not None:
                 answer.set_exception(error)
             else:
-                answer.set_result(self._owner.now_created(timer, written.result()[1]))
+                answer.set_result(created.result())
 
-        written.add_done_callback(tell)
+        writing.add_done_callback(tell)
         return answer
 
     def _shard_for(self, forward: Forward) -> Shard | None:
@@ -447,9 +454,11 @@ class Service:
             raise Conflict("The namespace `default` stays", field="namespace", code="namespace_in_use")
         await self._refuse_if_used(old)
         gone = await self._namespaces.replace(_replace(old, revision=old.revision + 1, deleted=True), old)
-        # What was admitted before the word got round is on disk by then; if there is such a timer, it stays.
-        others = len(self._engine.membership.alive) > 1
-        await asyncio.sleep(_WORD_GETS_ROUND_SECONDS if others else _ADMITTED_IS_WRITTEN_SECONDS)
+        # A create is acknowledged only by a reading of the namespace that is younger than FRESH_FOR_MS. So what was
+        # acknowledged is on disk by then, and if there is such a timer, the namespace stays; and nothing in it is
+        # acknowledged afterwards.
+        if not self._store.capabilities.exclusive:
+            await asyncio.sleep(_DELETION_SEEN_SECONDS)
         try:
             await self._refuse_if_used(gone)
         except Conflict:
@@ -464,7 +473,7 @@ class Service:
             listing = await self._store.list_timers(
                 ListQuery(namespace=namespace.name, num_shards=namespace.num_shards, after=after, limit=1)
             )
-            if listing.timers:
+            if listing.timers or listing.unreadable:
                 raise Conflict(
                     f"Namespace {namespace.name!r} still has scheduled timers",
                     field="namespace",

@@ -24,12 +24,18 @@ from typing import Final, Protocol
 
 from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, StoreUnavailable
 from duetime.model import BEFORE_ALL, NO_EXTRAS, Position, Reached, Settlement, Timer, TimerKey
-from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow
+from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable
+from duetime.telemetry import log
 
-__all__ = ["UNKNOWN", "Entry", "Op", "Phase", "Shard", "Unknown", "Yard"]
+__all__ = ["UNKNOWN", "Entry", "Op", "Phase", "Shard", "Unknown", "Written", "Yard"]
+
+# What a write comes to: the timer as written, and whether it replaced one. None: the store had said so in an answer
+# that was lost.
+Written = tuple[Timer | None, bool | None]
 
 _HIGHEST: Final = 2**63 - 1
 _ROW_CHARS: Final = 200  # of what is short
+_UNREADABLE_MAX: Final = 1_000
 
 
 def end_of(execute_at_ms: int) -> Position:
@@ -84,7 +90,7 @@ class Waiter:
 
     __slots__ = ("future", "replaced", "timer")
 
-    def __init__(self, future: asyncio.Future[tuple[Timer | None, bool]], timer: Timer | None, replaced: bool | None):
+    def __init__(self, future: asyncio.Future[Written], timer: Timer | None, replaced: bool | None):
         self.future = future
         self.timer = timer
         self.replaced = replaced
@@ -167,12 +173,16 @@ class Shard:
         self.committing_rows = 0
         self.committing_chars = 0
         self.recovering = False  # the outcome of a commit is unknown: nothing is written or fired until it is known
-        self.closing = False  # draining: no new wishes
+        self.draining = False  # on its way to another instance: starts no delivery
+        self.closing = False  # and takes no more writes
         self.dropped = False
         self.loading = False
         self.sending: dict[TimerKey, int] = {}  # deliveries under way
         self.trouble = ""  # why the last batch was not applied; empty: it was
         self.stalled: list[Entry] = []  # due, but waiting for the end of a recovery
+        # Stored rows that cannot be decoded: they do not fire. The first ones; how many more there are is not known.
+        self.unreadable: dict[Position, Unreadable] = {}
+        self._unreadable_more = False
         self._yard = yard
         self._loop = asyncio.get_running_loop()  # asking for it costs a system call each time
         self._counter = 0
@@ -193,12 +203,12 @@ class Shard:
         entry = self.entries.get(key)
         return UNKNOWN if entry is None else entry.timer
 
-    def undecided(self, key: TimerKey) -> asyncio.Future[tuple[Timer | None, bool]] | None:
+    def undecided(self, key: TimerKey) -> asyncio.Future[Written] | None:
         """Done when what was admitted last about this timer is on disk, or is certainly not; None: nothing is."""
         op = self.pending.get(key) or self.committing.get(key)
         if op is None:
             return None
-        future: asyncio.Future[tuple[Timer | None, bool]] = self._loop.create_future()
+        future: asyncio.Future[Written] = self._loop.create_future()
         op.waiters.append(Waiter(future, op.put, True))
         return future
 
@@ -213,7 +223,7 @@ class Shard:
         reached: list[Reached],
         *,
         replaced: bool | None = None,
-    ) -> asyncio.Future[tuple[Timer | None, bool]]:
+    ) -> asyncio.Future[Written]:
         """Admit a wish about one timer; the future is done when it is on disk, or certainly is not.
 
         The caller has looked at `current` in the same turn of the loop, or waited in `alone`.
@@ -227,7 +237,7 @@ class Shard:
             replaced = before.put is not None
         elif key in self.entries:
             replaced = True
-        future: asyncio.Future[tuple[Timer | None, bool]] = self._loop.create_future()
+        future: asyncio.Future[Written] = self._loop.create_future()
         self._admit(key, Op(put, reached, [Waiter(future, put, replaced)], self._yard.boot_ms()))
         return future
 
@@ -314,7 +324,9 @@ class Shard:
             lowest_ms = min(lowest_ms, entry.timer.execute_at_ms)
         for put in batch.puts:
             lowest_ms = min(lowest_ms, put.execute_at_ms)
-        if lowest_ms - 1 <= self.low_water.execute_at_ms:
+        for position in self.unreadable:  # another version may be able to read it
+            lowest_ms = min(lowest_ms, position.execute_at_ms)
+        if lowest_ms - 1 <= self.low_water.execute_at_ms or self._unreadable_more:
             return batch
         low_water = end_of(lowest_ms - 1)
         return Batch(batch.fence, batch.puts, batch.deletes, batch.reached, low_water)
@@ -379,7 +391,7 @@ class Shard:
             self._apply(key, op.put)
             for waiter in op.waiters:
                 if not waiter.future.done():
-                    waiter.future.set_result((waiter.timer, bool(waiter.replaced)))
+                    waiter.future.set_result((waiter.timer, waiter.replaced))
         self._requeue(again)
         for entry in stalled:
             key = entry.timer.key
@@ -422,6 +434,9 @@ class Shard:
         """What is on disk now is this: a new entry, no entry, or one beyond the horizon."""
         if self._touched is not None:
             self._touched[key] = timer
+        if self.unreadable:
+            rows = self.unreadable.items()
+            self.unreadable = {at: row for at, row in rows if (row.namespace, row.timer_id) != key}
         old = self.entries.pop(key, None)
         if old is not None:
             self._forget(old)
@@ -486,9 +501,26 @@ class Shard:
             key = timer.key
             if key not in touched and key not in self.entries:
                 self._place(key, timer)
+        for row in page.unreadable:
+            self._set_aside(row, touched)
         for key, decided in touched.items():
             if decided is not None and key not in self.entries and old_horizon < decided.position <= self.horizon:
                 self._place(key, decided)
+
+    def _set_aside(self, row: Unreadable, touched: dict[TimerKey, Timer | None]) -> None:
+        if (row.namespace, row.timer_id) in touched or row.position in self.unreadable:
+            return
+        if len(self.unreadable) >= _UNREADABLE_MAX:
+            self._unreadable_more = True
+            return
+        self.unreadable[row.position] = row
+        log.error(
+            "timer %r of namespace %r (shard %d) cannot be decoded and does not fire; create it again or delete it: %s",
+            row.timer_id,
+            row.namespace,
+            self.shard_id,
+            row.error,
+        )
 
     def shrink(self, cutoff_ms: int) -> None:
         """Memory is short: forget what is armed for after the cutoff; the horizon moves back with it."""
@@ -514,7 +546,7 @@ class Shard:
             return False
         if again:
             return entry.phase is _SENDING
-        if entry.phase is not _QUEUED:
+        if self.draining or entry.phase is not _QUEUED:
             return False
         entry.phase = _SENDING
         entry.started_at_ms = now_ms
@@ -586,7 +618,7 @@ class Shard:
 
 def _is_there(op: Op, found: Found) -> bool:
     """Does the store hold what the Op wanted? A delete leaves nothing but the row that says how it ended."""
-    if found.timer != op.put:
+    if found.timer != op.put or found.unreadable is not None:
         return False
     kept = [row for row in op.reached if row.purge_at_ms > row.reached_at_ms]
     return op.put is not None or not kept or found.reached == kept[-1]

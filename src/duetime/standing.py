@@ -48,6 +48,7 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
     in_flight: int
     held: int
     writes_waiting: int
+    unreadable: int = 0
     oldest_due_ms: int | None = None
     lateness_p50_ms: float | None = None
     lateness_p99_ms: float | None = None
@@ -102,6 +103,7 @@ class ClusterStatus(Struct, frozen=True, kw_only=True):
     in_flight: int
     held: int
     writes_waiting: int
+    unreadable: int = 0  # stored timers that cannot be decoded, as far as they were met
     clock_skew_ms: int
     oldest_due_ms: int | None
     lateness_p50_ms: float | None

@@ -17,15 +17,17 @@ implementation.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from duetime.errors import SetupError, ShardLost, StoreError
+from duetime.errors import DuetimeError, OutcomeUnknown, SetupError, ShardLost, StoreError, StoreUnavailable
 from duetime.model import BEFORE_ALL, Ending, Namespace, Position, Reached, Timer, TimerKey
+from duetime.telemetry import log
 
 __all__ = [
     "Batch",
@@ -34,6 +36,7 @@ __all__ = [
     "Committed",
     "Fence",
     "Found",
+    "GuardedStore",
     "ListQuery",
     "Listing",
     "Member",
@@ -42,6 +45,7 @@ __all__ = [
     "Store",
     "Stretch",
     "Unreadable",
+    "guarded",
     "open_store",
 ]
 
@@ -55,6 +59,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     payload_bytes_max: int
     lanes: int  # commits that may usefully be in flight at once
     time_resolution_ms: int = 1
+    clock_error_ms: int = 0  # how far the time that `heartbeat` answers may be off the database's clock
     exclusive: bool = False  # an open store is used by no other process: whoever was here before is dead
     durable: bool = True
 
@@ -273,6 +278,41 @@ class Store(Protocol):
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
         """Write it if the stored revision is the expected one (None: if there is none); did it?"""
         ...
+
+
+_READS = frozenset({"shards", "load", "get_many", "list_timers", "members", "namespaces"})
+
+
+class GuardedStore:
+    """A Store that raises StoreErrors only, whatever the adapter or its driver raises.
+
+    An error that no adapter has foreseen must not end a loop of the engine. Of a write nobody knows then whether it
+    was applied.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self.inner, name)
+        if not asyncio.iscoroutinefunction(member):
+            return member
+
+        async def call(*args: Any) -> Any:
+            try:
+                return await member(*args)
+            except DuetimeError:
+                raise
+            except Exception as error:
+                log.exception("unexpected error in store call %s", name)
+                what = f"unexpected error in store call {name}: {error!r}"
+                raise (StoreUnavailable(what) if name in _READS else OutcomeUnknown(what)) from error
+
+        return call
+
+
+def guarded(store: Store) -> Store:
+    return store if isinstance(store, GuardedStore) else cast(Store, GuardedStore(store))
 
 
 _ADAPTERS = {

@@ -358,12 +358,17 @@ class TimerAnswer(_Answer):
     timer: TimerJson
 
 
+_UNREADABLE = "Stored timers that cannot be decoded and do not fire, as far as they were met. The log names them."
+_REPLACED = (
+    "Was there a scheduled timer of this name before? `null`: the timer is stored, but the database's answer was lost, "
+    "and whether it replaced another one is not known."
+)
 _EXISTED = "`true` if `ifAbsent` found the timer, scheduled or over: nothing was created. Left out otherwise."
 
 
 class CreatedAnswer(_Answer):
     timer: TimerJson
-    replaced: Annotated[bool, Meta(description="Was there a scheduled timer of this name before?")]
+    replaced: Annotated[bool | None, Meta(description=_REPLACED)]
     existed: Annotated[bool, Meta(description=_EXISTED)] = False
 
 
@@ -389,7 +394,7 @@ class CreateResult(_Answer):
     """`timer` and `replaced`, or `error`."""
 
     timer: TimerJson | UnsetType = UNSET
-    replaced: bool | UnsetType = UNSET
+    replaced: Annotated[bool | UnsetType | None, Meta(description=_REPLACED)] = UNSET
     existed: Annotated[bool, Meta(description=_EXISTED)] = False
     error: ProblemJson | UnsetType = UNSET
 
@@ -475,6 +480,7 @@ class MemberJson(_Answer, kw_only=True):
     in_flight: Annotated[int, Meta(description="Callbacks under way.")] | UnsetType = UNSET
     held: Annotated[int, Meta(description="Due timers waiting for their destination.")] | UnsetType = UNSET
     writes_waiting: int | UnsetType = UNSET
+    unreadable: Annotated[int, Meta(description=_UNREADABLE)] | UnsetType = UNSET
     oldest_due_ms: (
         Annotated[int, Meta(description="Age of the oldest due timer not yet fired, held ones included.")] | UnsetType
     ) = UNSET
@@ -529,6 +535,7 @@ class ClusterStatusJson(_Answer, kw_only=True):
     in_flight: Annotated[int, Meta(description="Callbacks under way, all members together.")]
     held: Annotated[int, Meta(description="Due timers waiting for their destination, all members together.")]
     writes_waiting: Annotated[int, Meta(description="All members together.")]
+    unreadable: Annotated[int, Meta(description=_UNREADABLE)]
     clock_skew_ms: Annotated[int, Meta(description="A member's clock minus the database's, where it is worst.")]
     oldest_due_ms: (
         Annotated[int, Meta(description="Age of the oldest due timer not yet fired, held ones included.")] | UnsetType

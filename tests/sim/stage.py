@@ -11,7 +11,7 @@ from typing import Any, cast
 from duetime.config import load_config
 from duetime.errors import OutcomeUnknown, StoreThrottled
 from duetime.model import shard_of
-from duetime.store import ShardRow
+from duetime.store import GuardedStore, ShardRow
 from duetime.testing.checker import Callback, Result, judge
 from duetime.testing.sim import Instance, Scenario, SimClient, World
 from duetime.testing.sim_network import SimStore
@@ -75,7 +75,7 @@ class Line:
     """One instance's line to the database, in the hands of the story."""
 
     def __init__(self, instance: Instance) -> None:
-        self._store = cast(SimStore, instance.engine._store)
+        self._store = cast(SimStore, cast(GuardedStore, instance.engine._store).inner)
         self._travel = self._store._travel
         self._store._travel = self._in_our_hands  # type: ignore[method-assign]
         self._held: asyncio.Event | None = None

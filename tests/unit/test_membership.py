@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from duetime.config import load_config
 from duetime.errors import MemberDead, StoreUnavailable
-from duetime.membership import Membership
+from duetime.membership import EARLY_MAX_MS, Membership
 from duetime.store import Member
 from duetime.stores.memory import MemoryStore
 from duetime.telemetry import Telemetry
@@ -425,17 +425,86 @@ class TestClock:
 
         in_town(story)
 
-    def test_two_small_jumps_are_together_no_more_believed_than_a_large_one(self) -> None:
+    @pytest.mark.parametrize("jump_ms", [300, 499, -300])
+    def test_a_small_jump_is_corrected_by_the_next_heartbeat_and_ignored_until_then(self, jump_ms: int) -> None:
         async def story(town: Town) -> None:
             a = town.member()
             await a.join()
-            a.clock.offset_ms = 300
-            await a.beat()  # not so far off: taken over
-            assert a.now_ms() == town.clock.wall_ms() + 300
-            a.clock.offset_ms = 700
-            assert a.now_ms() - town.clock.wall_ms() <= 500, "never early by more than clock_skew_max"
+            a.clock.offset_ms = jump_ms
+            assert a.now_ms() == town.clock.wall_ms()
+            await a.beat()
+            assert a.skew_ms == jump_ms
+            assert a.now_ms() == town.clock.wall_ms()
+            a.clock.offset_ms = 2 * jump_ms
+            assert a.now_ms() == town.clock.wall_ms()
 
         in_town(story)
+
+    @pytest.mark.parametrize("offset_ms", [-450, -20, 0, 3, 20, 450])
+    def test_whatever_the_clock_is_off_the_time_is_at_most_five_milliseconds_ahead_of_the_databases(
+        self, offset_ms: int
+    ) -> None:
+        async def story(town: Town) -> None:
+            a = town.member(offset_ms)
+            rng = random.Random(offset_ms)
+            a.line.lag, a.line.lag_back = 2.0, 0.0  # the first answer proves next to nothing
+            await a.join()
+            for _ in range(200):
+                assert a.now_ms() <= town.clock.wall_ms() + EARLY_MAX_MS
+                a.line.lag, a.line.lag_back = rng.uniform(0, 0.004), rng.uniform(0, 0.004)
+                await a.beat()
+                await asyncio.sleep(0.5)
+            assert abs(a.now_ms() - town.clock.wall_ms()) <= 8
+            assert a.clock_error_ms <= 8
+
+        in_town(story)
+
+    def test_a_right_clock_is_not_made_late_by_a_line_that_gets_slow(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            a.line.lag = a.line.lag_back = 0.001
+            await a.join()
+            a.line.lag = a.line.lag_back = 0.4
+            for _ in range(10):
+                await a.beat()
+                assert 0 <= town.clock.wall_ms() - a.now_ms() <= 5, "clocks drift: half a millisecond each second"
+
+        in_town(story)
+
+    def test_a_database_whose_clock_is_set_is_followed(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            for offset_ms in (-400, 300, 0):
+                town.clock.offset_ms = offset_ms
+                await a.beat()
+                assert a.now_ms() == town.clock.wall_ms()
+
+        in_town(story)
+
+    def test_a_database_that_tells_the_time_roughly_corrects_only_what_it_can_prove(self) -> None:
+        async def told(clock: VirtualClock) -> None:
+            store = MemoryStore(clock)
+            store.capabilities = replace(MemoryStore.capabilities, clock_error_ms=100)
+            town = Town(clock, store)
+            near, far = town.member(90), town.member(400)
+            await near.join()
+            await far.join()
+            assert near.now_ms() == clock.wall_ms() + 90
+            assert (near.skew_ms, far.skew_ms) == (0, 300)
+            assert far.now_ms() <= clock.wall_ms()
+
+        run_virtual(told)
+
+    def test_where_the_store_is_on_this_machine_a_slow_heartbeat_makes_nothing_late(self) -> None:
+        async def told(clock: VirtualClock) -> None:
+            town = Town(clock, ExclusiveStore(clock))
+            a = Neighbour(town, clock, 1)
+            a.line.lag = a.line.lag_back = 0.2
+            await a.join()
+            assert a.now_ms() == clock.wall_ms()
+
+        run_virtual(told)
 
     def test_an_answer_too_slow_to_tell_confirms_no_jump(self) -> None:
         async def story(town: Town) -> None:
@@ -468,29 +537,17 @@ class TestClock:
             a.line.lag_back = 2.0
             await a.beat()
             a.clock.offset_ms = 0
-            assert a.now_ms() == town.clock.wall_ms()
+            assert a.now_ms() <= town.clock.wall_ms()
 
         in_town(story)
 
-    def test_a_clock_that_is_right_stays_right_over_a_slow_line(self) -> None:
-        async def story(town: Town) -> None:
-            a = town.member()
-            await a.join()
-            a.line.lag = a.line.lag_back = 1.2
-            for _ in range(20):
-                await a.beat()
-                assert a.skew_ms == 0
-                assert a.now_ms() == town.clock.wall_ms()
-
-        in_town(story)
-
-    def test_a_jump_backward_is_followed_at_once(self) -> None:
+    def test_a_jump_backward_is_ignored_too(self) -> None:
         async def story(town: Town) -> None:
             a = town.member()
             await a.join()
             before_ms = a.now_ms()
             a.clock.offset_ms = -60_000
-            assert a.now_ms() == before_ms - 60_000
+            assert a.now_ms() == before_ms
 
         in_town(story)
 
@@ -515,7 +572,7 @@ class TestClock:
             await a.join()
             assert a.skew_ms == skew_ms
             assert a.may_fire()
-            assert a.now_ms() == town.clock.wall_ms() + skew_ms
+            assert abs(a.now_ms() - town.clock.wall_ms()) <= 1
 
         in_town(story)
 

@@ -191,6 +191,7 @@ def encode_cluster_status(status: ClusterStatus, *, with_destinations: bool) -> 
             in_flight=status.in_flight,
             held=status.held,
             writes_waiting=status.writes_waiting,
+            unreadable=status.unreadable,
             clock_skew_ms=status.clock_skew_ms,
             oldest_due_ms=_or_unset(status.oldest_due_ms),
             lateness_p50_ms=_or_unset(status.lateness_p50_ms),
@@ -219,6 +220,7 @@ def _member_json(member: MemberStatus, with_destinations: bool) -> wire.MemberJs
         answer.in_flight = status.in_flight
         answer.held = status.held
         answer.writes_waiting = status.writes_waiting
+        answer.unreadable = status.unreadable
         answer.oldest_due_ms = _or_unset(status.oldest_due_ms)
         answer.lateness_p50_ms = _or_unset(status.lateness_p50_ms)
         answer.lateness_p99_ms = _or_unset(status.lateness_p99_ms)

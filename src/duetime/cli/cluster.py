@@ -67,6 +67,7 @@ def _show(found: ClusterStatus) -> None:
     alive = sum(member.alive for member in found.members)
     dead = len(found.members) - alive
     counts = found.shard_counts
+    unreadable = [("unreadable", f"{found.unreadable} timers cannot be decoded, and do not fire")]
     show_fields(
         [
             ("cluster", f"{alive} alive{f', {dead} dead' if dead else ''}, on {found.store}"),
@@ -76,6 +77,7 @@ def _show(found: ClusterStatus) -> None:
             ("oldest due", f"{spoken(found.oldest_due_ms)} ago" if found.oldest_due_ms else "none is overdue"),
             ("lateness", lateness_of(found)),
             ("clocks", f"at most {abs(found.clock_skew_ms)} ms off the database's"),
+            *(unreadable if found.unreadable else ()),
         ]
     )
     print()

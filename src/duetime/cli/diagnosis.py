@@ -63,6 +63,7 @@ def about_cluster(status: ClusterStatus) -> list[Finding]:
         *_clocks(status, alive),
         *_versions(alive),
         *_backlog(status, alive),
+        *_unreadable(status, alive),
         *_lateness(status, alive),
     ]
 
@@ -206,7 +207,9 @@ def _clocks(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding]
             "clock skew",
             WRONG if too_far else NOTE,
             f"the clock of {member.address} is {member.clock_skew_ms} ms off the database's; the limit is {limit_ms}",
-            "it fires nothing and gives its shards away" if too_far else "its timers fire by that much early or late",
+            "it fires nothing and gives its shards away"
+            if too_far
+            else "timers fire by the database's clock all the same",
             "run a time service on both machines (chrony, systemd-timesyncd)",
         )
     if not off:
@@ -261,6 +264,19 @@ def _backlog(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding
         )
     else:
         yield Finding("writes", GOOD, f"{status.writes_waiting} waiting")
+
+
+def _unreadable(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding]:
+    if status.unreadable:
+        where = _some([member.address for member in alive if member.unreadable])
+        yield Finding(
+            "unreadable",
+            WRONG,
+            f"{_count(status.unreadable, 'stored timer')} cannot be decoded, at {where}",
+            "they do not fire; all others do",
+            "the log names each (`cannot be decoded`): create it again or delete it. Written by a newer version? Then"
+            " finish the upgrade",
+        )
 
 
 def _held_for(alive: Sequence[Member]) -> list[HeldFor]:

@@ -25,7 +25,7 @@ class _Deleted(Struct):
 
 class _CreateResult(Struct):
     timer: Timer | None = None
-    replaced: bool = False
+    replaced: bool | None = False
     existed: bool = False
     error: ProblemJson | None = None
 

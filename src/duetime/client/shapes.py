@@ -216,11 +216,12 @@ class Timer(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Created(Struct, frozen=True):
-    """`replaced`: there was a scheduled one. `existed`: `if_absent` found it as `timer` shows it, and left it so;
-    it may have been made by an earlier try of the same call whose answer was lost."""
+    """`replaced`: there was a scheduled one (None: not known, an answer of the database was lost).
+    `existed`: `if_absent` found it as `timer` shows it, and left it so; it may have been made by an earlier try of the
+    same call whose answer was lost."""
 
     timer: Timer
-    replaced: bool
+    replaced: bool | None
     existed: bool = False
 
 
@@ -279,6 +280,7 @@ class Member(Struct, frozen=True, kw_only=True, rename="camel"):
     in_flight: int | None = None
     held: int | None = None
     writes_waiting: int | None = None
+    unreadable: int | None = None
     oldest_due_ms: int | None = None
     lateness_p50_ms: float | None = msgspec.field(name="latenessP50Ms", default=None)
     lateness_p99_ms: float | None = msgspec.field(name="latenessP99Ms", default=None)
@@ -319,6 +321,7 @@ class ClusterStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     in_flight: int
     held: int
     writes_waiting: int
+    unreadable: int = 0
     clock_skew_ms: int
     reason: str | None = None
     oldest_due_ms: int | None = None

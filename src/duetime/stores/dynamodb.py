@@ -63,6 +63,7 @@ class DynamoStore:
         batch_chars_max=_CHARS_MAX,
         payload_bytes_max=_PAYLOAD_BYTES_MAX,
         lanes=LANES,
+        clock_error_ms=500,  # it tells whole seconds (dynamodb_clock.py)
     )
 
     def __init__(self, address: Address) -> None:
