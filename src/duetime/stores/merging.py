@@ -14,9 +14,9 @@ from msgspec import Struct
 
 from duetime.model import Position, Reached, Timer
 from duetime.store import Listing, ListQuery, Unreadable
-from duetime.stores.rows import LARGEST, LAST_MS
+from duetime.stores.rows import LARGEST, LAST_MS, PLAIN, Reading, readable
 
-__all__ = ["Item", "Piece", "Scan", "matches", "merged"]
+__all__ = ["Item", "Piece", "Scan", "matches", "matching", "merged"]
 
 LIST_ROWS_MAX = 20_000  # rows one call looks at
 LIST_PAGE_MAX = 256
@@ -53,6 +53,19 @@ def matches(query: ListQuery, item: Timer | Reached) -> bool:
         and (query.tag is None or query.tag in timer.extras.tags)
         and (query.correlation_id is None or timer.correlation_id == query.correlation_id)
     )
+
+
+def matching(query: ListQuery, row: Any, reading: Reading = PLAIN) -> Timer | Reached | Unreadable | None:
+    """What a row is, if it is what the query asks for; of one that cannot be decoded, as far as that can be told."""
+    item: Timer | Reached | Unreadable
+    if query.endings:
+        item = readable(row, reading.reached, reading)
+    else:
+        item = readable(row, reading.timer, reading)
+    if isinstance(item, Unreadable):
+        is_asked_for = item.namespace == query.namespace and item.timer_id.startswith(query.id_prefix or "")
+        return item if is_asked_for else None
+    return item if matches(query, item) else None
 
 
 async def merged(
