@@ -42,7 +42,7 @@ from duetime.stores.cassandra_link import Address
 from duetime.stores.cassandra_reads import Reader
 from duetime.stores.cassandra_writes import Writer
 from duetime.stores.fencing import reading, writing
-from duetime.stores.rows import as_json, decode_namespace
+from duetime.stores.rows import as_json, namespaces_of
 
 __all__ = ["CassandraStore", "wipe"]
 
@@ -104,17 +104,24 @@ class CassandraStore:
         at_first = (member.counter, member.alive, member.joined_at_ms, member.secret)
         if await line.write(say.join, member.instance_id, member.address, *at_first):
             return
-        if not any(row[3] for row in await line.read(say.member, member.instance_id)):
+        if not await self._is_alive(member.instance_id):
             raise MemberDead(f"{member.instance_id} was declared dead")
 
     @writing
     async def heartbeat(self, instance_id: str, counter: int) -> int:
         """The time is that of the node that was asked, taken while the counter is on its way."""
         line, say = self._open.membership, self._open.say
-        alive, [[now_ms]] = await asyncio.gather(line.write(say.beat, counter, instance_id), line.read(say.now))
-        if not alive:
+        raised, [[now_ms]] = await asyncio.gather(
+            line.write(say.beat, counter, instance_id, counter), line.read(say.now)
+        )
+        # Not raised: it is dead, or a later heartbeat was faster.
+        if not raised and not await self._is_alive(instance_id):
             raise MemberDead(f"{instance_id} was declared dead")
         return int(now_ms)
+
+    async def _is_alive(self, instance_id: str) -> bool:
+        rows = await self._open.membership.read(self._open.say.member, instance_id)
+        return any(row[3] for row in rows)
 
     @reading
     async def members(self) -> list[Member]:
@@ -126,7 +133,7 @@ class CassandraStore:
         line, say = self._open.membership, self._open.say
         if await line.write(say.mark_dead, instance_id, counter):
             return True
-        return not any(row[3] for row in await line.read(say.member, instance_id))
+        return not await self._is_alive(instance_id)
 
     @writing
     async def forget_member(self, instance_id: str) -> None:
@@ -185,8 +192,7 @@ class CassandraStore:
 
     @reading
     async def namespaces(self) -> list[Namespace]:
-        rows = await self._open.data.read(self._open.say.namespaces)
-        return sorted((decode_namespace(row[0]) for row in rows), key=lambda namespace: namespace.name)
+        return namespaces_of(await self._open.data.read(self._open.say.namespaces))
 
     @writing
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:

@@ -16,7 +16,7 @@ from duetime.model import Position, Reached, Timer
 from duetime.store import Listing, ListQuery, Unreadable
 from duetime.stores.rows import LARGEST, LAST_MS, PLAIN, Reading, readable
 
-__all__ = ["Item", "Piece", "Scan", "matches", "matching", "merged"]
+__all__ = ["Collected", "Item", "Piece", "Scan", "matches", "matching", "merged"]
 
 LIST_ROWS_MAX = 20_000  # rows one call looks at
 LIST_PAGE_MAX = 256
@@ -75,7 +75,7 @@ async def merged(
     then its `shard_id` is the number of shards."""
     streams = _streams(query, in_one_scan)
     rows_left = LIST_ROWS_MAX  # the first pages are free of it: without them nothing can be merged
-    found = _Found(query)
+    found = Collected(query)
     seen: Position | None = None
     wanting = streams
     while wanting:
@@ -93,7 +93,7 @@ async def merged(
     return found.listing(None)
 
 
-class _Found:
+class Collected:
     """What a list has collected so far."""
 
     def __init__(self, query: ListQuery) -> None:

@@ -7,7 +7,7 @@ what a database makes of them is for its adapter to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Final, TypeVar
 
@@ -29,14 +29,14 @@ __all__ = [
     "REACHED_COLUMNS",
     "TIMER_COLUMNS",
     "TIMES",
+    "Ends",
     "Reading",
     "Row",
     "as_json",
     "bound_ms",
     "check_types",
-    "decode_namespace",
+    "found_by_key",
     "found_of",
-    "has_older",
     "log_unreadable_namespace",
     "namespaces_of",
     "page_of",
@@ -49,6 +49,7 @@ __all__ = [
     "timer_values",
 ]
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 Row = Sequence[Any]
@@ -87,7 +88,7 @@ LAST_MS: Final = LATEST_MS + 1  # no timer is stored at or after it
 _encode = msgspec.json.Encoder().encode
 _decode_policy = msgspec.json.Decoder(RetryPolicy).decode
 _decode_extras = msgspec.json.Decoder(Extras).decode
-decode_namespace = msgspec.json.Decoder(Namespace).decode
+_decode_namespace = msgspec.json.Decoder(Namespace).decode
 
 
 def as_json(value: object) -> str:
@@ -249,9 +250,26 @@ def readable(row: Any, read: Callable[[Any], T], reading: Reading = PLAIN) -> T 
         return Unreadable(reading.place(row), _text(namespace), _text(timer_id), in_one_line(error))
 
 
+Ends = tuple[Mapping[K, Any], Mapping[K, Sequence[Any]]]
+"""What is stored under some keys: the rows of timers, and rows of what became of earlier ones."""
+
+
+async def found_by_key(
+    keys: Sequence[K], ask: Callable[[Sequence[K], int], Awaitable[Ends[K]]], reading: Reading = PLAIN
+) -> dict[K, Found]:
+    """No key twice. `ask` answers with so many reached rows of each key, the newest. More than one is asked for only
+    where that cannot be decoded."""
+    timers, ends = await ask(keys, 1)
+    found = {key: found_of(timers.get(key), ends.get(key, ()), reading) for key in keys}
+    again = [key for key, item in found.items() if item.reached is None and key in ends]
+    if again:
+        timers, ends = await ask(again, ENDS_MAX)
+        found |= {key: found_of(timers.get(key), ends.get(key, ()), reading) for key in again}
+    return found
+
+
 def found_of(timer: Any | None, ends: Sequence[Any], reading: Reading = PLAIN) -> Found:
-    """Of a timer's row and of some of its reached rows, among them the newest. If `has_older` says so, more of them are
-    to be asked for."""
+    """Of a timer's row and of some of its reached rows."""
     try:
         if len(ends) <= 1:
             return Found(None if timer is None else reading.timer(timer), reading.reached(ends[0]) if ends else None)
@@ -261,11 +279,6 @@ def found_of(timer: Any | None, ends: Sequence[Any], reading: Reading = PLAIN) -
     reached = [_item_or_error(row, reading.reached)[0] for row in ends]
     newest = max((r for r in reached if r is not None), key=_age, default=None)
     return Found(item, newest, error)
-
-
-def has_older(found: Found, ends: Sequence[Any]) -> bool:
-    """The newest reached row cannot be decoded; perhaps there is an older one."""
-    return len(ends) == 1 and found.reached is None
 
 
 def _age(reached: Reached) -> tuple[int, int, Position]:
@@ -287,12 +300,12 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def namespaces_of(rows: Iterable[tuple[str, str | bytes]]) -> list[Namespace]:
+def namespaces_of(rows: Iterable[Row]) -> list[Namespace]:
     """Of names and documents, by name. One that cannot be decoded is left out and logged."""
     found: list[Namespace] = []
     for name, document in rows:
         try:
-            found.append(decode_namespace(document))
+            found.append(_decode_namespace(document))
         except Exception as error:
             log_unreadable_namespace(name, in_one_line(error))
     return sorted(found, key=lambda namespace: namespace.name)
