@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from spoiling import Spoiling
 
 from duetime.store import Store, open_store
 from duetime.testing.conformance import StoreConformance
 from servers import fresh_database, require
 
 
-class OnServer(StoreConformance):
+class OnServer(Spoiling, StoreConformance):
     SERVER = ""
     OPTIONS = ""  # to the URL
     url = ""

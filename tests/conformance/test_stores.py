@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from spoiling import Spoiling
 
-from duetime.model import Reached, TimerKey
+from duetime.model import Reached, Timer
 from duetime.store import Store, open_store
 from duetime.stores.memory import MemoryStore
 from duetime.testing.conformance import StoreConformance
@@ -21,8 +22,8 @@ class TestMemoryStore(StoreConformance):
     async def wipe(self) -> None:
         self.shared = MemoryStore()
 
-    async def spoil_timer(self, shard_id: int, key: TimerKey) -> None:
-        self.shared.spoil_timer(shard_id, key)
+    async def spoil_timer(self, shard_id: int, timer: Timer) -> None:
+        self.shared.spoil_timer(shard_id, timer.key)
 
     async def spoil_reached(self, shard_id: int, reached: Reached) -> None:
         self.shared.spoil_reached(shard_id, reached)
@@ -31,13 +32,14 @@ class TestMemoryStore(StoreConformance):
         self.shared.spoil_namespace(name)
 
 
-class TestSqliteStore(StoreConformance):
+class TestSqliteStore(Spoiling, StoreConformance):
     @pytest.fixture(autouse=True)
     def _in(self, tmp_path: Path) -> None:
         self.path = tmp_path / "duetime.db"
+        self.straight_url = f"sqlite:///{self.path}"
 
     def new_store(self) -> Store:
-        return open_store(f"sqlite:///{self.path}")
+        return open_store(self.straight_url)
 
     async def wipe(self) -> None:
         for suffix in ("", "-wal", "-shm"):

@@ -51,7 +51,7 @@ def test_no_bind_is_called_by_a_word_of_the_language(name: str) -> None:
 def test_a_statement_has_fewer_binds_than_it_may_have_whatever_the_batch() -> None:
     assert len(STATEMENTS) > 12
     assert max(len(_binds(sql)) for sql in STATEMENTS.values()) <= 150  # 65,535; and 1,000 in a list
-    assert oracle_sql.GET.count("(:shard_") == 2 * oracle_sql.KEYS_AT_ONCE <= 1_000
+    assert oracle_sql.get_sql(oracle_sql.KEYS_AT_ONCE, 1).count("(:shard_") == 2 * oracle_sql.KEYS_AT_ONCE <= 1_000
 
 
 def test_every_fence_looks_at_version_nonce_and_owner_of_a_row_that_it_changes() -> None:

@@ -41,7 +41,8 @@ from duetime.stores.cassandra_lines import Line, Link, connect
 from duetime.stores.cassandra_link import Address
 from duetime.stores.cassandra_reads import Reader
 from duetime.stores.cassandra_writes import Writer
-from duetime.stores.rows import as_json, decode_namespace
+from duetime.stores.fencing import reading, writing
+from duetime.stores.rows import as_json, namespaces_of
 
 __all__ = ["CassandraStore", "wipe"]
 
@@ -97,37 +98,50 @@ class CassandraStore:
 
     # -- members
 
+    @writing
     async def join(self, member: Member) -> None:
         line, say = self._open.membership, self._open.say
         at_first = (member.counter, member.alive, member.joined_at_ms, member.secret)
         if await line.write(say.join, member.instance_id, member.address, *at_first):
             return
-        if not any(row[3] for row in await line.read(say.member, member.instance_id)):
+        if not await self._is_alive(member.instance_id):
             raise MemberDead(f"{member.instance_id} was declared dead")
 
+    @writing
     async def heartbeat(self, instance_id: str, counter: int) -> int:
         """The time is that of the node that was asked, taken while the counter is on its way."""
         line, say = self._open.membership, self._open.say
-        alive, [[now_ms]] = await asyncio.gather(line.write(say.beat, counter, instance_id), line.read(say.now))
-        if not alive:
+        raised, [[now_ms]] = await asyncio.gather(
+            line.write(say.beat, counter, instance_id, counter), line.read(say.now)
+        )
+        # Not raised: it is dead, or a later heartbeat was faster.
+        if not raised and not await self._is_alive(instance_id):
             raise MemberDead(f"{instance_id} was declared dead")
         return int(now_ms)
 
+    async def _is_alive(self, instance_id: str) -> bool:
+        rows = await self._open.membership.read(self._open.say.member, instance_id)
+        return any(row[3] for row in rows)
+
+    @reading
     async def members(self) -> list[Member]:
         rows = await self._open.data.read(self._open.say.members)
         return sorted((Member(*row) for row in rows), key=lambda member: member.instance_id)
 
+    @writing
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
         line, say = self._open.membership, self._open.say
         if await line.write(say.mark_dead, instance_id, counter):
             return True
-        return not any(row[3] for row in await line.read(say.member, instance_id))
+        return not await self._is_alive(instance_id)
 
+    @writing
     async def forget_member(self, instance_id: str) -> None:
         await self._open.membership.write(self._open.say.forget, instance_id)
 
     # -- shards
 
+    @writing
     async def ensure_shards(self, count: int) -> None:
         """The rows first, then how many there are: nobody asks for more than that."""
         await self._open.outliving(self._ensure_shards(self._open, count))
@@ -140,38 +154,47 @@ class CassandraStore:
         if not await opened.data.write(opened.say.first_shard_count, count):
             await opened.data.write(opened.say.raise_shard_count, count, count)
 
+    @reading
     async def shards(self) -> list[ShardRow]:
         return await self._open.reader.shards()
 
+    @writing
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
         return await self._open.outliving(self._open.writer.claim(claims))
 
+    @writing
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
         return await self._open.outliving(self._open.writer.release(fences))
 
     # -- timers
 
+    @writing
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:
         return await self._open.outliving(self._open.writer.commit(batches))
 
+    @reading
     async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
         return await self._open.reader.load(stretches)
 
+    @reading
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
         return await self._open.reader.get_many(keys)
 
+    @reading
     async def list_timers(self, query: ListQuery) -> Listing:
         return await self._open.lister.list_timers(query)
 
+    @writing
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
         return await self._open.outliving(self._open.writer.purge(fences, before_ms, limit))
 
     # -- namespaces
 
+    @reading
     async def namespaces(self) -> list[Namespace]:
-        rows = await self._open.data.read(self._open.say.namespaces)
-        return sorted((decode_namespace(row[0]) for row in rows), key=lambda namespace: namespace.name)
+        return namespaces_of(await self._open.data.read(self._open.say.namespaces))
 
+    @writing
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
         data, say = self._open.data, self._open.say
         name, revision, document = namespace.name, namespace.revision, as_json(namespace)

@@ -165,12 +165,12 @@ def texts(keyspace: str) -> dict[str, str]:
         "now": "SELECT toUnixTimestamp(now()) FROM system.local",
         "join": f"""INSERT INTO {members} (instance_id, address, counter, alive, joined_at, secret)
             VALUES (?, ?, ?, ?, ?, ?) IF NOT EXISTS""",
-        "beat": f"UPDATE {members} SET counter = ? WHERE instance_id = ? IF alive = true",
+        "beat": f"UPDATE {members} SET counter = ? WHERE instance_id = ? IF alive = true AND counter < ?",
         "member": f"SELECT {_MEMBER_COLUMNS} FROM {members} WHERE instance_id = ?",
         "members": f"SELECT {_MEMBER_COLUMNS} FROM {members}",
         "mark_dead": f"UPDATE {members} SET alive = false WHERE instance_id = ? IF alive = true AND counter = ?",
         "forget": f"DELETE FROM {members} WHERE instance_id = ? IF alive = false",
-        "namespaces": f"SELECT document FROM {namespaces}",
+        "namespaces": f"SELECT name, document FROM {namespaces}",
         "new_namespace": f"INSERT INTO {namespaces} (name, revision, document) VALUES (?, ?, ?) IF NOT EXISTS",
         "change_namespace": f"UPDATE {namespaces} SET revision = ?, document = ? WHERE name = ? IF revision = ?",
     }

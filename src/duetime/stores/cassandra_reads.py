@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from duetime.errors import StoreError, StoreUnavailable
-from duetime.model import Position, Reached, Timer, TimerKey
+from duetime.model import Position, TimerKey
 from duetime.store import Found, Listing, ListQuery, Page, ShardRow, Stretch
 from duetime.stores.cassandra_cql import (
     REACHED,
@@ -28,8 +28,8 @@ from duetime.stores.cassandra_lines import Line
 from duetime.stores.cassandra_link import TooManyDeleted
 from duetime.stores.cassandra_ranges import Ranges, end_of
 from duetime.stores.fencing import each_by_itself
-from duetime.stores.merging import Item, Piece, Scan, matches, merged
-from duetime.stores.rows import Row, reached_of, timer_of
+from duetime.stores.merging import Piece, Scan, matching, merged
+from duetime.stores.rows import ENDS_MAX, Row, found_of, page_of, place_of
 
 __all__ = ["Reader"]
 
@@ -80,26 +80,26 @@ class Reader:
 
     async def _load(self, stretch: Stretch) -> Page:
         """Others wait for this page: it does not pass over all that was deleted at once."""
-        timers: list[Timer] = []
+        found: list[Row] = []
         after, chars = stretch.after, 0
         count = min(stretch.limit, ROWS_PER_READ)
         while True:
             rows, passed = await self._ranges.between(
                 self._say.load, stretch.shard_id, after, stretch.until_ms, count, READS_PER_PAGE
             )
-            timers += map(timer_of, rows)
+            found += rows
             chars += sum(len(row[_PAYLOAD] or "") for row in rows)
             if passed is not None:
                 if passed == after:
                     continue  # nothing is known yet but how narrow a range must be
-                return Page(timers, passed)
+                return page_of(found, passed)
             if len(rows) < count:
-                return Page(timers, None)
-            after = timers[-1].position
-            if len(timers) >= stretch.limit or chars >= LOAD_CHARS_MAX:
-                return Page(timers, after)
-            room = max(ROWS_PER_READ, LOAD_CHARS_MAX // (chars // len(timers) + 1))
-            count = min(stretch.limit - len(timers), room)
+                return page_of(found, None)
+            after = place_of(found[-1])
+            if len(found) >= stretch.limit or chars >= LOAD_CHARS_MAX:
+                return page_of(found, after)
+            room = max(ROWS_PER_READ, LOAD_CHARS_MAX // (chars // len(found) + 1))
+            count = min(stretch.limit - len(found), room)
 
     # -- timers by id
 
@@ -132,15 +132,26 @@ class Reader:
             rows = await self._read(self._say.rows, shard_id, wanted)
             if len(rows) < len(wanted):
                 continue
-            at = {(row[-1], Position(*row[:3])): row for row in rows}
+            at = {(row[-1], place_of(row)): row for row in rows}
             return [
-                Found(
-                    timer_of(at[TIMER, places[row]]) if row in places else None,
-                    reached_of(at[REACHED, newest[row]]) if row in newest else None,
+                await self._found(
+                    shard_id,
+                    row,
+                    at[TIMER, places[row]] if row in places else None,
+                    at[REACHED, newest[row]] if row in newest else None,
                 )
                 for row in ids
             ]
         raise StoreUnavailable(f"cassandra: timers of shard {shard_id} move faster than they can be read")
+
+    async def _found(self, shard_id: int, id_: Key, timer: Row | None, newest: Row | None) -> Found:
+        found = found_of(timer, () if newest is None else (newest,))
+        if newest is None or found.reached is not None:
+            return found
+        # It cannot be decoded; perhaps an older one can.
+        orders = await self._read(self._say.newest, shard_id, [(id_[2], id_[3])], ENDS_MAX)
+        wanted = [(REACHED, *place_in(order), b"") for _, _, order in orders]
+        return found_of(timer, await self._read(self._say.rows, shard_id, wanted))
 
     async def _places(self, shard_id: int, ids: Sequence[Key]) -> dict[Key, Position]:
         rows = await self._read(self._say.before, shard_id, ids)
@@ -189,13 +200,8 @@ class Reader:
         after = scan.after if floor_ms is None else max(scan.after, end_of(floor_ms - 1))
         statement = self._say.list_reached if ended else self._say.load
         rows, _ = await self._ranges.between(statement, scan.shard_id, after, scan.until_ms, scan.count)
-        return Piece([_item(query, row) for row in rows], len(rows) < scan.count)
+        return Piece([(place_of(row), matching(query, row)) for row in rows], len(rows) < scan.count)
 
 
 def _by_id(row: ShardRow) -> int:
     return row.shard_id
-
-
-def _item(query: ListQuery, row: Row) -> Item:
-    item: Timer | Reached = reached_of(row) if query.endings else timer_of(row)
-    return Position(row[0], row[1], row[2]), item if matches(query, item) else None

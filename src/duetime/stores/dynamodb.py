@@ -36,6 +36,7 @@ from duetime.store import (
 from duetime.stores import dynamodb_calls, dynamodb_link, dynamodb_reads, dynamodb_schema
 from duetime.stores.dynamodb_link import Address, Line, Link
 from duetime.stores.dynamodb_reads import Tables
+from duetime.stores.fencing import reading, writing
 
 __all__ = ["DynamoStore", "wipe"]
 
@@ -101,10 +102,12 @@ class DynamoStore:
 
     # -- members
 
+    @writing
     async def join(self, member: Member) -> None:
         now = self._open
         await now.link.outliving(dynamodb_calls.join(now.membership.write, now.tables, member))
 
+    @writing
     async def heartbeat(self, instance_id: str, counter: int) -> int:
         now = self._open
         await now.link.outliving(dynamodb_calls.heartbeat(now.membership.write, now.tables, instance_id, counter))
@@ -112,52 +115,64 @@ class DynamoStore:
             raise StoreUnavailable("dynamodb: its answers carry no Date, so nobody knows what time it is there")
         return now.link.clock.now_ms(now.link.boot_ms())
 
+    @reading
     async def members(self) -> list[Member]:
         return await dynamodb_calls.members(self._open.membership.read, self._open.tables)
 
+    @writing
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
         now = self._open
         work = dynamodb_calls.mark_dead(now.membership.write, now.tables, instance_id, counter)
         return await now.link.outliving(work)
 
+    @writing
     async def forget_member(self, instance_id: str) -> None:
         now = self._open
         await now.link.outliving(dynamodb_calls.forget_member(now.membership.write, now.tables, instance_id))
 
     # -- shards
 
+    @writing
     async def ensure_shards(self, count: int) -> None:
         now = self._open
         work = dynamodb_calls.ensure_shards(now.reads.read, now.changes.write, now.tables, count)
         await now.link.outliving(work)
 
+    @reading
     async def shards(self) -> list[ShardRow]:
         return await dynamodb_calls.shards(self._open.reads.read, self._open.tables)
 
+    @writing
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
         now = self._open
         return await now.link.outliving(dynamodb_calls.claim(now.changes.write, now.tables, claims))
 
+    @writing
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
         now = self._open
         return await now.link.outliving(dynamodb_calls.release(now.changes.write, now.tables, fences))
 
     # -- timers
 
+    @writing
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:
         now = self._open
         work = dynamodb_calls.commit(now.reads.read, now.commits.write, now.tables, batches)
         return await now.link.outliving(work)
 
+    @reading
     async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
         return await dynamodb_reads.load(self._open.reads.read, self._open.tables, stretches)
 
+    @reading
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
         return await dynamodb_reads.get_many(self._open.reads.read, self._open.tables, keys)
 
+    @reading
     async def list_timers(self, query: ListQuery) -> Listing:
         return await dynamodb_reads.list_timers(self._open.lists.read, self._open.tables, query)
 
+    @writing
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
         now = self._open
         work = dynamodb_calls.purge_reached(now.lists.read, now.changes.write, now.tables, fences, before_ms, limit)
@@ -165,9 +180,11 @@ class DynamoStore:
 
     # -- namespaces
 
+    @reading
     async def namespaces(self) -> list[Namespace]:
         return await dynamodb_calls.namespaces(self._open.reads.read, self._open.tables)
 
+    @writing
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
         now = self._open
         work = dynamodb_calls.put_namespace(now.changes.write, now.tables, namespace, expected_revision)

@@ -36,7 +36,7 @@ from duetime.stores.dynamodb_items import number, text
 from duetime.stores.dynamodb_link import Run
 from duetime.stores.dynamodb_reads import Tables, all_of, rows_by_position
 from duetime.stores.fencing import NOTHING_REPLACED, as_a_whole, each_by_itself, in_steps, lost
-from duetime.stores.rows import as_json, bound_ms, decode_namespace
+from duetime.stores.rows import as_json, bound_ms, namespaces_of
 
 __all__ = [
     "ACTIONS_MAX",
@@ -338,7 +338,8 @@ async def _purge(read: Run, write: Run, tables: Tables, fence: Fence, before_ms:
 
 
 async def namespaces(run: Run, tables: Tables) -> list[Namespace]:
-    return [decode_namespace(item["namespace_body"]["S"]) for item in await all_of(run, tables, items.NAMESPACE)]
+    found = await all_of(run, tables, items.NAMESPACE)
+    return namespaces_of((item["item_name"]["S"], item.get("namespace_body", {}).get("S")) for item in found)
 
 
 async def put_namespace(run: Run, tables: Tables, namespace: Namespace, expected_revision: int | None) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 
 from duetime.model import ROW_FORMAT, Position, Reached, Timer, TimerKey
 from duetime.store import Member, ShardRow
-from duetime.stores.rows import LARGEST, reached_of, reached_values, timer_of, timer_values
+from duetime.stores.rows import LARGEST, Reading, check_types, reached_of, reached_values, timer_of, timer_values
 
 __all__ = [
     "CLUSTER_KEY",
@@ -27,6 +27,7 @@ __all__ = [
     "NAMESPACE",
     "POSITIONS",
     "REACHED",
+    "READING",
     "SCHEMA",
     "SHARD",
     "TIMER",
@@ -184,7 +185,17 @@ def _row(item: Item) -> list[Any]:
     row = _decode(item["timer_row"]["S"])
     if "timer_payload" in item:
         row[_PAYLOAD] = item["timer_payload"]["S"]
+    check_types(row)
     return row
+
+
+def _name_of(item: Item) -> tuple[str, str]:
+    """Namespace and id, of an item whose row may be unreadable."""
+    namespace, timer_id, _ = item["row_key"]["B"].split(b"\0", 2)
+    return namespace.decode(), timer_id.decode()
+
+
+READING: Final = Reading(timer=timer_of_item, reached=reached_of_item, place=position_of, name=_name_of)
 
 
 # --- shards and members --------------------------------------------------------------------------

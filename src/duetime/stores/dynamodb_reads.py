@@ -13,14 +13,14 @@ from typing import Any, Final
 from msgspec import Struct
 
 from duetime.errors import StoreError
-from duetime.model import Position, Reached, Timer, TimerKey
+from duetime.model import Position, TimerKey
 from duetime.store import Found, Listing, ListQuery, Page, Stretch
 from duetime.stores import dynamodb_items as items
 from duetime.stores.dynamodb_items import Item, number, text
 from duetime.stores.dynamodb_link import Run
 from duetime.stores.fencing import each_by_itself
-from duetime.stores.merging import Piece, Scan, matches, merged
-from duetime.stores.rows import bound_ms
+from duetime.stores.merging import Piece, Scan, matching, merged
+from duetime.stores.rows import Ends, bound_ms, found_by_key, page_of
 
 __all__ = ["Tables", "all_of", "get_many", "list_timers", "load", "rows_by_position"]
 
@@ -96,10 +96,10 @@ async def _load(run: Run, tables: Tables, stretch: Stretch, answers_max: int) ->
     first = items.after(items.TIMER, _bound(stretch.after))
     last = items.up_to(items.TIMER, bound_ms(stretch.until_ms))
     found, ended = await rows_by_position(run, tables, stretch.shard_id, first, last, stretch.limit + 1, answers_max)
-    timers = [items.timer_of_item(item) for item in found[: stretch.limit]]
     if ended and len(found) <= stretch.limit:
-        return Page(timers, None)
-    return Page(timers, timers[-1].position)
+        return page_of(found, None, items.READING)
+    del found[stretch.limit :]
+    return page_of(found, items.position_of(found[-1]), items.READING)
 
 
 def _bound(position: Position) -> Position:
@@ -114,11 +114,21 @@ async def get_many(run: Run, tables: Tables, keys: Sequence[tuple[int, TimerKey]
 
 
 async def _get(run: Run, tables: Tables, shard_id: int, key: TimerKey) -> Found:
+    async def ask(_: object, ends_max: int) -> Ends[TimerKey]:
+        found = await _stored(run, tables, shard_id, key, ends_max)
+        timer = found.pop(0) if found and items.is_timer(found[0]) else None
+        ends = found[:ends_max]
+        return {} if timer is None else {key: timer}, {key: ends} if ends else {}
+
+    return (await found_by_key([key], ask, items.READING))[key]
+
+
+async def _stored(run: Run, tables: Tables, shard_id: int, key: TimerKey, ends_max: int) -> list[Item]:
     """Backwards: the timer, if it is there, then its newest end. In that order, because a query is not of one moment:
     a timer that ends meanwhile is then seen twice, which does no harm, and not missed in both places."""
     found: list[Item] = []
     request: dict[str, Any] = {}
-    while len(found) < 2:
+    while len(found) < 1 + ends_max:
         answer = await run(
             "query",
             TableName=tables.timers,
@@ -126,15 +136,14 @@ async def _get(run: Run, tables: Tables, shard_id: int, key: TimerKey) -> Found:
             KeyConditionExpression="shard_id = :shard_id AND begins_with(row_key, :key)",
             ExpressionAttributeValues={":shard_id": number(shard_id), ":key": {"B": items.ends_of(key)}},
             ScanIndexForward=False,
-            Limit=2 - len(found),
+            Limit=1 + ends_max - len(found),
             **request,
         )
         found += answer["Items"]
         if "LastEvaluatedKey" not in answer:
             break
         request = {"ExclusiveStartKey": answer["LastEvaluatedKey"]}
-    timer = items.timer_of_item(found.pop(0)) if found and items.is_timer(found[0]) else None
-    return Found(timer, items.reached_of_item(found[0]) if found else None)
+    return found
 
 
 async def list_timers(run: Run, tables: Tables, query: ListQuery) -> Listing:
@@ -144,14 +153,9 @@ async def list_timers(run: Run, tables: Tables, query: ListQuery) -> Listing:
     async def scanned(scan: Scan) -> Piece:
         first, last = items.after(row_type, _bound(scan.after)), items.up_to(row_type, bound_ms(scan.until_ms))
         found, ended = await rows_by_position(run, tables, scan.shard_id, first, last, scan.count, _ANSWERS_MAX)
-        return Piece([(items.position_of(item), _matching(query, item)) for item in found], ended)
+        return Piece([(items.position_of(item), matching(query, item, items.READING)) for item in found], ended)
 
     async def fetch(scans: Sequence[Scan]) -> list[Piece]:
         return list(await asyncio.gather(*(scanned(scan) for scan in scans)))
 
     return await merged(query, fetch)
-
-
-def _matching(query: ListQuery, item: Item) -> Timer | Reached | None:
-    found = items.reached_of_item(item) if query.endings else items.timer_of_item(item)
-    return found if matches(query, found) else None

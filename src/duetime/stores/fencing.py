@@ -3,19 +3,56 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Final, ParamSpec, TypeVar, cast
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
-from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
+from duetime.errors import DuetimeError, OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.store import Batch, Committed, Fence
 
-__all__ = ["NOTHING_REPLACED", "as_a_whole", "committed", "each_by_itself", "in_steps", "lost", "turns"]
+__all__ = [
+    "NOTHING_REPLACED",
+    "as_a_whole",
+    "committed",
+    "each_by_itself",
+    "in_steps",
+    "lost",
+    "reading",
+    "turns",
+    "writing",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
 NOTHING_REPLACED: Final = Committed()
+ERROR_CHARS_MAX: Final = 200
+
+
+def reading(call: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A call of the port that changes nothing. Whatever is raised that no adapter has foreseen, while an answer is
+    decoded for instance, is raised as an error of the store: the engine knows no others."""
+    return _mapped(call, StoreUnavailable)
+
+
+def writing(call: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A call of the port that changes something: after an error that nobody has foreseen, perhaps it has."""
+    return _mapped(call, OutcomeUnknown)
+
+
+def _mapped(call: Callable[P, Awaitable[T]], kind: type[StoreError]) -> Callable[P, Coroutine[Any, Any, T]]:
+    @functools.wraps(call)
+    async def mapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await call(*args, **kwargs)
+        except DuetimeError:
+            raise
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS_MAX]
+            raise kind(f"an answer of the database cannot be understood ({text})") from error
+
+    return mapped
 
 
 def lost(fence: Fence) -> ShardLost:

@@ -14,9 +14,9 @@ from msgspec import Struct
 
 from duetime.model import Position, Reached, Timer
 from duetime.store import Listing, ListQuery, Unreadable
-from duetime.stores.rows import LARGEST, LAST_MS
+from duetime.stores.rows import LARGEST, LAST_MS, PLAIN, Reading, readable
 
-__all__ = ["Item", "Piece", "Scan", "matches", "merged"]
+__all__ = ["Collected", "Item", "Piece", "Scan", "matches", "matching", "merged"]
 
 LIST_ROWS_MAX = 20_000  # rows one call looks at
 LIST_PAGE_MAX = 256
@@ -55,6 +55,19 @@ def matches(query: ListQuery, item: Timer | Reached) -> bool:
     )
 
 
+def matching(query: ListQuery, row: Any, reading: Reading = PLAIN) -> Timer | Reached | Unreadable | None:
+    """What a row is, if it is what the query asks for; of one that cannot be decoded, as far as that can be told."""
+    item: Timer | Reached | Unreadable
+    if query.endings:
+        item = readable(row, reading.reached, reading)
+    else:
+        item = readable(row, reading.timer, reading)
+    if isinstance(item, Unreadable):
+        is_asked_for = item.namespace == query.namespace and item.timer_id.startswith(query.id_prefix or "")
+        return item if is_asked_for else None
+    return item if matches(query, item) else None
+
+
 async def merged(
     query: ListQuery, fetch: Callable[[Sequence[Scan]], Awaitable[list[Piece]]], *, in_one_scan: bool = False
 ) -> Listing:
@@ -62,7 +75,7 @@ async def merged(
     then its `shard_id` is the number of shards."""
     streams = _streams(query, in_one_scan)
     rows_left = LIST_ROWS_MAX  # the first pages are free of it: without them nothing can be merged
-    found = _Found(query)
+    found = Collected(query)
     seen: Position | None = None
     wanting = streams
     while wanting:
@@ -80,7 +93,7 @@ async def merged(
     return found.listing(None)
 
 
-class _Found:
+class Collected:
     """What a list has collected so far."""
 
     def __init__(self, query: ListQuery) -> None:

@@ -35,6 +35,7 @@ from duetime.store import (
 )
 from duetime.stores import mongodb_link, mongodb_operations, mongodb_schema
 from duetime.stores.begun import CLOSE_SECONDS
+from duetime.stores.fencing import reading, writing
 from duetime.stores.mongodb_link import Address, Line, Moment
 from duetime.stores.mongodb_list import list_timers
 
@@ -89,10 +90,12 @@ class MongoStore:
 
     # -- members
 
+    @writing
     async def join(self, member: Member) -> None:
         await mongodb_operations.join(self._open.beats.write, member)
         self._beaten.pop(member.instance_id, None)
 
+    @writing
     async def heartbeat(self, instance_id: str, counter: int) -> int:
         """An election loses nothing that a majority has, and nothing else is ever acknowledged: so a new primary is
         no reason to forget. But a set that was restored, or made anew by force from a member that lagged, has lost
@@ -103,53 +106,67 @@ class MongoStore:
         self._beaten[instance_id] = counter
         return now_ms
 
+    @reading
     async def members(self) -> list[Member]:
         return await mongodb_operations.members(self._open.looks.read)
 
+    @writing
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
         lines = self._open
         return await mongodb_operations.mark_dead(lines.beats.write, lines.looks.read, instance_id, counter)
 
+    @writing
     async def forget_member(self, instance_id: str) -> None:
         await mongodb_operations.forget_member(self._open.beats.write, instance_id)
 
     # -- shards
 
+    @writing
     async def ensure_shards(self, count: int) -> None:
         await mongodb_operations.ensure_shards(self._open.changes.write, count)
 
+    @reading
     async def shards(self) -> list[ShardRow]:
         return await mongodb_operations.shards(self._open.reads.read)
 
+    @writing
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
         lines = self._open
         return await mongodb_operations.claim(lines.changes.write, lines.reads.read, claims, lines.commits.session_ids)
 
+    @writing
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
         return await mongodb_operations.release(self._open.commits.transaction, fences)
 
     # -- timers
 
+    @writing
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
         return await mongodb_operations.commit(self._open.commits.transaction, batches)
 
+    @reading
     async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
         return await mongodb_operations.load(self._open.reads.read, stretches)
 
+    @reading
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
         return await mongodb_operations.get_many(self._open.reads.read, keys)
 
+    @reading
     async def list_timers(self, query: ListQuery) -> Listing:
         return await list_timers(self._open.lists.read, query)
 
+    @writing
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
         return await mongodb_operations.purge_reached(self._open.commits.transaction, fences, before_ms, limit)
 
     # -- namespaces
 
+    @reading
     async def namespaces(self) -> list[Namespace]:
         return await mongodb_operations.namespaces(self._open.reads.read)
 
+    @writing
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
         return await mongodb_operations.put_namespace(self._open.changes.write, namespace, expected_revision)
 

@@ -23,7 +23,9 @@ from duetime.stores.rows import (
     REACHED_COLUMNS,
     TIMER_COLUMNS,
     TIMES,
+    Reading,
     bound_ms,
+    check_types,
     reached_of,
     reached_values,
     timer_of,
@@ -135,15 +137,32 @@ def reached_in(document: Mapping[str, Any]) -> Reached:
     return reached_of(_row(document, REACHED))
 
 
-def place_in(document: Mapping[str, Any]) -> Position:
-    return Position(int(document[_PLACE[0]]), int(document[_PLACE[1]]), int(document[_PLACE[2]]))
-
-
 def _row(document: Mapping[str, Any], kind: int) -> list[Any]:
     row: list[Any] = [document.get(name) for name in _COLUMNS[kind]]
     for index in _ARE_LARGE[kind]:
         row[index] = int(row[index])
+    check_types(row)
     return row
+
+
+def _place(document: Mapping[str, Any]) -> Position:
+    """Of a document that may be unreadable. In the index, what is no number stands behind all numbers, and nothing at
+    all before them."""
+    halves = (_half(document.get(name)) for name in _PLACE[1:])
+    return Position(int(document[_PLACE[0]]), *halves)
+
+
+def _half(value: object) -> int:
+    if value is None:
+        return SMALLEST
+    return int(value) if isinstance(value, int) else LARGEST
+
+
+def _name(document: Mapping[str, Any]) -> tuple[Any, Any]:
+    return document.get("timer_namespace"), document.get("timer_id")
+
+
+READING: Final = Reading(timer=timer_in, reached=reached_in, place=_place, name=_name)
 
 
 def free_shard(shard_id: int) -> Document:

@@ -9,18 +9,16 @@ from typing import Any
 from bson.datetime_ms import DatetimeMS
 
 from duetime.model import Reached, Timer
-from duetime.store import Listing, ListQuery
-from duetime.stores.merging import Item, Piece, Scan, matches, merged
+from duetime.store import Listing, ListQuery, Unreadable
+from duetime.stores.merging import Item, Piece, Scan, matching, merged
 from duetime.stores.mongodb_documents import (
     BY_CORRELATION,
     IN_ORDER,
     REACHED,
+    READING,
     TIMER,
     Document,
     bounds,
-    place_in,
-    reached_in,
-    timer_in,
 )
 from duetime.stores.mongodb_link import Talk
 from duetime.stores.mongodb_operations import Run, between, gathered
@@ -52,16 +50,13 @@ async def _fetch(talk: Talk, query: ListQuery, scan: Scan, projection: Document)
         return Piece((), ended=True)
     cursor = talk.timers.find(condition, projection, session=talk.session)
     documents = await between(cursor, index, found, scan.count).to_list()
-    items: list[Item] = [(place_in(document), _found(document, query)) for document in documents]
+    items: list[Item] = [(READING.place(document), _found(document, query)) for document in documents]
     return Piece(items, len(items) < scan.count)
 
 
-def _found(document: Document, query: ListQuery) -> Timer | Reached | None:
+def _found(document: Document, query: ListQuery) -> Timer | Reached | Unreadable | None:
     whole = document.get("whole")
-    if whole is None:
-        return None
-    item = reached_in(whole) if query.endings else timer_in(whole)
-    return item if query.tag is None or matches(query, item) else None
+    return None if whole is None else matching(query, whole, READING)
 
 
 def _projection(query: ListQuery) -> Document:

@@ -22,13 +22,14 @@ from pymongo import ReturnDocument, UpdateOne, errors
 from pymongo.asynchronous.cursor import AsyncCursor
 
 from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreUnavailable
-from duetime.model import Namespace, Position, Timer, TimerKey
+from duetime.model import Namespace, Position, TimerKey
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
 from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
 from duetime.stores.mongodb_documents import (
     IN_ORDER,
     NEWEST,
     REACHED,
+    READING,
     SHARD,
     TIMER,
     Document,
@@ -36,15 +37,13 @@ from duetime.stores.mongodb_documents import (
     free_shard,
     low_water_document,
     reached_document,
-    reached_in,
     shard_in,
     shard_key,
     timer_document,
-    timer_in,
     timer_key,
 )
 from duetime.stores.mongodb_link import Talk, in_words
-from duetime.stores.rows import FIRST_MS, as_json, decode_namespace
+from duetime.stores.rows import FIRST_MS, Ends, as_json, found_by_key, namespaces_of, page_of
 from duetime.telemetry import log
 
 LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
@@ -383,15 +382,16 @@ async def _load(talk: Talk, stretch: Stretch, bytes_max: int) -> Page:
     found = bounds(IN_ORDER, (TIMER, stretch.shard_id), stretch.after, stretch.until_ms)
     if found is None:
         return Page((), None)
-    timers: list[Timer] = []
+    documents: list[Document] = []
     weight = 0
     async with between(talk.timers.find(session=talk.session), "in_order", found, stretch.limit + 1) as cursor:
         async for document in cursor:
-            if len(timers) == stretch.limit or weight > bytes_max:
-                return Page(timers, timers[-1].position)
-            timers.append(timer_in(document))
-            weight += len(document.get("timer_payload", ""))
-    return Page(timers, None)
+            if len(documents) == stretch.limit or weight > bytes_max:
+                return page_of(documents, READING.place(documents[-1]), READING)
+            documents.append(document)
+            payload = document.get("timer_payload")
+            weight += len(payload) if isinstance(payload, str) else 0
+    return page_of(documents, None, READING)
 
 
 def between(cursor: Cursor, index: str, found: tuple[Document, Document], count: int) -> Cursor:
@@ -414,25 +414,37 @@ async def get_many(run: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found
     if not keys:
         return []
     wanted = [timer_key(shard_id, key) for shard_id, key in keys]
-    newest = [
-        {"$match": {"timer_key": {"$in": wanted}}},
-        {"$sort": NEWEST},
-        {"$group": {"_id": "$timer_key", "newest": {"$first": "$$ROOT"}}},
-        {"$replaceWith": "$newest"},
-    ]
-    pipeline: list[Document] = [
-        {"$match": {"_id": {"$in": wanted}}},
-        {"$unionWith": {"coll": "timers", "pipeline": newest}},
-    ]
+    found = await found_by_key(list(dict.fromkeys(wanted)), partial(_found, run), READING)
+    return [found[key] for key in wanted]
+
+
+async def _found(run: Run, keys: Sequence[str], ends_max: int) -> Ends[str]:
+    pipeline: list[Document] = [{"$match": {"_id": {"$in": keys}}}]
+    if ends_max == 1:
+        newest = [
+            {"$match": {"timer_key": {"$in": keys}}},
+            {"$sort": NEWEST},
+            {"$group": {"_id": "$timer_key", "newest": {"$first": "$$ROOT"}}},
+            {"$replaceWith": "$newest"},
+        ]
+        pipeline.append({"$unionWith": {"coll": "timers", "pipeline": newest}})
+    else:
+        for key in keys:
+            some = [{"$match": {"timer_key": key}}, {"$sort": NEWEST}, {"$limit": ends_max}]
+            pipeline.append({"$unionWith": {"coll": "timers", "pipeline": some}})
 
     async def work(talk: Talk) -> list[Document]:
         cursor = await talk.at_one_moment.aggregate(pipeline, session=talk.session)
         return await cursor.to_list()
 
-    found = await run(work)
-    timers = {document["_id"]: timer_in(document) for document in found if document["row_type"] == TIMER}
-    ended = {document["timer_key"]: reached_in(document) for document in found if document["row_type"] == REACHED}
-    return [Found(timers.get(key), ended.get(key)) for key in wanted]
+    timers: dict[str, Document] = {}
+    ends: dict[str, list[Document]] = {}
+    for document in await run(work):
+        if "timer_key" in document:
+            ends.setdefault(document["timer_key"], []).append(document)
+        else:
+            timers[document["_id"]] = document
+    return timers, ends
 
 
 async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
@@ -472,8 +484,8 @@ async def _expired(talk: Talk, shard_id: int, before_ms: int, limit: int) -> lis
 
 
 async def namespaces(run: Run) -> list[Namespace]:
-    found = await run(lambda talk: talk.namespaces.find(session=talk.session).sort("_id").to_list())
-    return [decode_namespace(document["body"]) for document in found]
+    found = await run(lambda talk: talk.namespaces.find(session=talk.session).to_list())
+    return namespaces_of((document["_id"], document.get("body")) for document in found)
 
 
 async def put_namespace(run: Run, namespace: Namespace, expected_revision: int | None) -> bool:

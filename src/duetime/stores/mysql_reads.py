@@ -7,20 +7,27 @@ do that better (LATERAL, JSON_TABLE) the three have nothing in common. Every acc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
-from duetime.model import Position, Reached, Timer, TimerKey
-from duetime.store import Found, Listing, ListQuery, Page, Stretch
-from duetime.stores.merging import Item, Piece, Scan, matches, merged
+from duetime.model import Position, Timer, TimerKey
+from duetime.store import Found, Listing, ListQuery, Page, Stretch, Unreadable
+from duetime.stores.merging import Item, Piece, Scan, matching, merged
 from duetime.stores.mysql_link import Read
 from duetime.stores.mysql_rows import KEY, at, beyond, keyed, literal, selected
 from duetime.stores.rows import (
     KEY_COLUMNS,
     REACHED_COLUMNS,
     TIMER_COLUMNS,
+    Ends,
     Row,
     as_json,
     bound_ms,
-    reached_of,
+    found_by_key,
+    found_of,
+    page_of,
+    page_of_items,
+    place_of,
+    readable,
     timer_of,
 )
 
@@ -49,7 +56,7 @@ async def load(read: Read, stretches: Sequence[Stretch]) -> list[Page]:
     room = LOAD_BYTES_MAX // len(stretches)
     pages = [_cut(stretch, some, room) for stretch, some in zip(stretches, rows, strict=True)]
     heavy = await _heavy(read, [(stretches[row[-2]].shard_id, row) for some, _ in pages for row in some])
-    return [Page(_timers(stretch, some, heavy), after) for stretch, (some, after) in zip(stretches, pages, strict=True)]
+    return [_page(stretch, some, after, heavy) for stretch, (some, after) in zip(stretches, pages, strict=True)]
 
 
 def _stretch_sql(number: int, stretch: Stretch, light: int) -> str:
@@ -63,27 +70,26 @@ def _stretch_sql(number: int, stretch: Stretch, light: int) -> str:
 
 def _cut(stretch: Stretch, rows: list[Row], room: int) -> tuple[list[Row], Position | None]:
     """A page's rows, and where to go on. It ends where its payloads pass its weight, but for its first."""
-    rows.sort(key=_place)  # as they come, unless the server works on several parts at once
+    rows.sort(key=place_of)  # as they come, unless the server works on several parts at once
     end = min(len(rows), stretch.limit)
     for index in range(end):
         room -= rows[index][-1] or 0
         if room < 0 and index:
             end = index
             break
-    return rows[:end], None if end == len(rows) else _place(rows[end - 1])
-
-
-def _place(row: Row) -> Position:
-    return Position(row[0], row[1], row[2])
+    return rows[:end], None if end == len(rows) else place_of(rows[end - 1])
 
 
 def _is_heavy(row: Row) -> bool:
     return row[_PAYLOAD] is None and row[-1] is not None
 
 
-async def _heavy(read: Read, rows: Iterable[tuple[int, Row]]) -> dict[tuple[int, Position], Timer]:
+Heavy = dict[tuple[int, Position], Timer | Unreadable]
+
+
+async def _heavy(read: Read, rows: Iterable[tuple[int, Row]]) -> Heavy:
     """The timers whose payload was too long to come along, read whole: what was replaced meanwhile is not mixed."""
-    places = [(shard_id, _place(row)) for shard_id, row in rows if _is_heavy(row)]
+    places = [(shard_id, place_of(row)) for shard_id, row in rows if _is_heavy(row)]
     if not places:
         return {}
     where = " OR ".join(
@@ -92,14 +98,18 @@ async def _heavy(read: Read, rows: Iterable[tuple[int, Row]]) -> dict[tuple[int,
         for shard_id, place in places
     )
     [found] = await read((f"SELECT {selected('timers')}, shard_id FROM timers FORCE INDEX (PRIMARY) WHERE {where}",))  # noqa: S608
-    return {(row[-1], _place(row)): timer_of(row) for row in found}
+    return {(row[-1], place_of(row)): readable(row, timer_of) for row in found}
 
 
-def _timers(stretch: Stretch, rows: Iterable[Row], heavy: dict[tuple[int, Position], Timer]) -> list[Timer]:
-    if not heavy:
-        return [timer_of(row) for row in rows]
-    found = [heavy.get((stretch.shard_id, _place(row))) if _is_heavy(row) else timer_of(row) for row in rows]
-    return [timer for timer in found if timer is not None]  # one that is gone by now was removed after this began
+def _page(stretch: Stretch, rows: Sequence[Row], after: Position | None, heavy: Heavy) -> Page:
+    if not any(map(_is_heavy, rows)):
+        return page_of(rows, after)
+    items: list[Timer | Unreadable] = []
+    for row in rows:
+        item = heavy.get((stretch.shard_id, place_of(row))) if _is_heavy(row) else readable(row, timer_of)
+        if item is not None:  # one that is gone by now was removed after this began
+            items.append(item)
+    return page_of_items(items, after)
 
 
 Key = tuple[int, str, str]
@@ -115,7 +125,8 @@ async def get_many(read: Read, keys: Sequence[tuple[int, TimerKey]]) -> list[Fou
             found |= await _without_ends(read, wanted[first : first + KEYS_MANY])
         wanted = [key for key in wanted if key not in found]
     for first in range(0, len(wanted), KEYS_FEW):
-        found |= await _with_ends(read, wanted[first : first + KEYS_FEW])
+        some = wanted[first : first + KEYS_FEW]
+        found |= await found_by_key(some, partial(_with_ends, read))
     return [found[shard_id, *key] for shard_id, key in keys]
 
 
@@ -131,15 +142,15 @@ async def _without_ends(read: Read, keys: Sequence[Key]) -> dict[Key, Found]:
             f" FROM reached FORCE INDEX (reached_by_id) WHERE {keyed(keys)} LIMIT {most})",
         )
     )
-    timers = {_key(row): timer_of(row) for row in rows if not row[-1]}
+    timers = {_key(row): row for row in rows if not row[-1]}
     ends = [_key(row) for row in rows if row[-1]]
     if len(ends) == most:
         return {}
     ended = set(ends)
-    return {key: Found(timers.get(key)) for key in keys if key not in ended}
+    return {key: found_of(timers.get(key), ()) for key in keys if key not in ended}
 
 
-async def _with_ends(read: Read, keys: Sequence[Key]) -> dict[Key, Found]:
+async def _with_ends(read: Read, keys: Sequence[Key], ends_max: int) -> Ends[Key]:
     """In one statement, so that timer and end are of one moment. What a timer has not is NULL."""
     no_end = "NULL, " * (len(REACHED_COLUMNS) - len(TIMER_COLUMNS))
     newest_first = ", ".join(f"{name} DESC" for name in ("timer_generation", "timer_reached_at", *KEY_COLUMNS))
@@ -149,13 +160,16 @@ async def _with_ends(read: Read, keys: Sequence[Key]) -> dict[Key, Found]:
     ]
     parts += (
         f"(SELECT {selected('reached')}, shard_id, 1 FROM reached FORCE INDEX (reached_by_id)"  # noqa: S608
-        f" WHERE {keyed((key,))} ORDER BY {newest_first} LIMIT 1)"
+        f" WHERE {keyed((key,))} ORDER BY {newest_first} LIMIT {ends_max})"
         for key in keys
     )
     [rows] = await read((" UNION ALL ".join(parts),))
-    timers = {_key(row): timer_of(row) for row in rows if not row[-1]}
-    ended = {_key(row): reached_of(row) for row in rows if row[-1]}
-    return {key: Found(timers.get(key), ended.get(key)) for key in keys}
+    timers = {_key(row): row for row in rows if not row[-1]}
+    ends: dict[Key, list[Row]] = {}
+    for row in rows:
+        if row[-1]:
+            ends.setdefault(_key(row), []).append(row)
+    return timers, ends
 
 
 def _key(row: Row) -> Key:
@@ -190,7 +204,7 @@ async def list_timers(read: Read, query: ListQuery) -> Listing:
         for first in range(0, len(scans), SCANS_AT_ONCE):
             [rows] = await read((" UNION ALL ".join(map(scan_sql, scans[first : first + SCANS_AT_ONCE])),))
             for row in rows:
-                items[row[-2]].append((Position(row[0], row[1], row[2]), _found(row, query)))
+                items[row[-2]].append((place_of(row), matching(query, row) if row[-1] else None))
         for some in items.values():
             some.sort(key=lambda item: item[0])  # as they come, unless the server works on several parts at once
         return [Piece(items[scan.shard_id], len(items[scan.shard_id]) < scan.count) for scan in scans]
@@ -215,10 +229,3 @@ def _condition(query: ListQuery) -> str:
     if query.endings:
         wanted.append(f"timer_outcome IN ({','.join(map(literal, sorted(query.endings)))})")
     return " AND ".join(wanted)
-
-
-def _found(row: Row, query: ListQuery) -> Timer | Reached | None:
-    if not row[-1]:
-        return None
-    item = reached_of(row) if query.endings else timer_of(row)
-    return item if query.tag is None or matches(query, item) else None

@@ -34,7 +34,7 @@ from duetime.stores.mysql_rows import (
     shard_row,
     timer_row,
 )
-from duetime.stores.rows import Row, as_json, bound_ms, decode_namespace
+from duetime.stores.rows import Row, as_json, bound_ms, namespaces_of
 
 MESSAGE_CHARS_MAX = 1024 * 1024  # of one message, which may be four times as many bytes; a single longer row goes alone
 
@@ -360,8 +360,8 @@ async def _purge_turn(write: Write, fences: Sequence[Fence], before_ms: int, lim
 
 
 async def namespaces(read: Read) -> list[Namespace]:
-    [rows] = await read(("SELECT body FROM namespaces ORDER BY name",))
-    return [decode_namespace(row[0]) for row in rows]
+    [rows] = await read(("SELECT CONVERT(name USING utf8mb4), body FROM namespaces",))
+    return namespaces_of(rows)
 
 
 async def put_namespace(write: Write, namespace: Namespace, expected_revision: int | None) -> bool:

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from duetime.model import Position, Reached, Timer
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import Item, Piece, Scan, matches, merged
+from duetime.stores.merging import Item, Piece, Scan, matching, merged
 from duetime.stores.oracle_link import Link, Run
-from duetime.stores.oracle_rows import COLUMNS, KEY, kept, ms, reached_at, timer_at
+from duetime.stores.oracle_rows import COLUMNS, KEY, READING, kept
 from duetime.stores.oracle_sql import beyond, fetched, scan_values
-from duetime.stores.rows import TIMER_COLUMNS, Row
+from duetime.stores.rows import TIMER_COLUMNS
 
 __all__ = ["list_timers"]
 
@@ -67,14 +66,8 @@ async def _pieces(query: ListQuery, scans: Sequence[Scan], db: Link) -> list[Pie
         values |= scan_values(number, scan.shard_id, scan.after, scan.until_ms, count)
     items: list[list[Item]] = [[] for _ in scans]
     for row in await fetched(db, SCANS["reached" if query.endings else "timers", by_correlation], values):
-        items[int(row[-1])].append((Position(ms(row[0]), row[1], row[2]), _found(row, query)))
+        is_of_it = row[_NAMESPACE] == query.namespace
+        items[int(row[-1])].append((READING.place(row), matching(query, row, READING) if is_of_it else None))
     for some in items:
         some.sort(key=lambda item: item[0])  # as they come, unless the server works on several parts at once
     return [Piece(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]
-
-
-def _found(row: Row, query: ListQuery) -> Timer | Reached | None:
-    if row[_NAMESPACE] != query.namespace:
-        return None
-    item = reached_at(row) if query.endings else timer_at(row)
-    return item if matches(query, item) else None

@@ -20,6 +20,7 @@ from duetime.stores.rows import (
     REACHED_COLUMNS,
     TIMER_COLUMNS,
     TIMES,
+    Reading,
     Row,
     reached_of,
     reached_values,
@@ -32,6 +33,7 @@ __all__ = [
     "INSERT",
     "INSERT_TYPES",
     "KEY",
+    "READING",
     "SHARD",
     "as_was",
     "at",
@@ -135,6 +137,12 @@ def reached_at(row: Row) -> Reached:
     """Of a row that begins with REACHED_COLUMNS."""
     return reached_of(_changed(row[: len(REACHED_COLUMNS)], _OUTWARDS["reached"]))
 
+
+def _place(row: Row) -> Position:
+    return Position(ms(row[0]), row[1], row[2])
+
+
+READING: Final = Reading(timer=timer_at, reached=reached_at, place=_place)
 
 SHARD: Final = (
     "shard_id, shard_version, shard_nonce, shard_owner_id, shard_owner_address, shard_claimed_at, shard_low_water"

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import oracledb
 
 from duetime.errors import MemberDead, ShardLost
-from duetime.model import Namespace, Position, Reached, Timer, TimerKey
+from duetime.model import Namespace, Position, TimerKey
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
 from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
 from duetime.stores.oracle_link import Link, Run, code_of
@@ -28,25 +28,27 @@ from duetime.stores.oracle_rows import (
     INSERT,
     INSERT_TYPES,
     KEY,
+    READING,
     SHARD,
     as_was,
     at,
     kept,
     ms,
-    reached_at,
     reached_row,
     shard_row,
-    timer_at,
     timer_row,
 )
 from duetime.stores.rows import (
     KEY_COLUMNS,
     REACHED_COLUMNS,
     TIMER_COLUMNS,
+    Ends,
     Row,
     as_json,
     bound_ms,
-    decode_namespace,
+    found_by_key,
+    namespaces_of,
+    page_of,
 )
 
 LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
@@ -107,7 +109,8 @@ LOAD = (
 )
 
 
-def get_sql(count: int) -> str:
+@cache
+def get_sql(count: int, ends_max: int) -> str:
     """Timers and the newest ends in one statement, so that they are of one moment. What a timer has not is NULL."""
     keys = ", ".join(f"(:shard_{n}, :namespace_{n}, :id_{n})" for n in range(count))
     wanted = f"(shard_id, timer_namespace, timer_id) IN ({keys})"
@@ -121,11 +124,10 @@ SELECT {ended}, shard_id FROM (
   SELECT {ended}, shard_id,
     ROW_NUMBER() OVER (PARTITION BY shard_id, timer_namespace, timer_id ORDER BY {newest_first}) AS place
   FROM reached WHERE {wanted})
-WHERE place = 1
+WHERE place <= {ends_max}
 """  # noqa: S608
 
 
-GET = get_sql(KEYS_AT_ONCE)
 _OUTCOME = REACHED_COLUMNS.index("timer_outcome")
 
 # --- asking --------------------------------------------------------------------------------------
@@ -390,27 +392,33 @@ async def _load_one(db: Link, stretch: Stretch, bytes_max: int) -> Page:
         return weight > bytes_max
 
     values = scan_values(0, stretch.shard_id, stretch.after, stretch.until_ms, stretch.limit + 1)
-    timers = [timer_at(row) for row in await fetched(db, LOAD, values, enough)]
-    if weight <= bytes_max and len(timers) <= stretch.limit:
-        return Page(timers, None)
-    del timers[stretch.limit :]
-    return Page(timers, timers[-1].position)
+    rows = await fetched(db, LOAD, values, enough)
+    if weight <= bytes_max and len(rows) <= stretch.limit:
+        return page_of(rows, None, READING)
+    del rows[stretch.limit :]
+    return page_of(rows, READING.place(rows[-1]), READING)
 
 
 async def get_many(read: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
     wanted = list(dict.fromkeys(keys))
-    timers: dict[tuple[int, TimerKey], Timer] = {}
-    ended: dict[tuple[int, TimerKey], Reached] = {}
+    found: dict[tuple[int, TimerKey], Found] = {}
     for first in range(0, len(wanted), KEYS_AT_ONCE):
-        values = _keys_values(wanted[first : first + KEYS_AT_ONCE])
-        for row in await read(partial(fetched, sql=GET, values=values)):
-            if row[_OUTCOME] is None:
-                timer = timer_at(row)
-                timers[row[-1], timer.key] = timer
-            else:
-                reached = reached_at(row)
-                ended[row[-1], reached.timer.key] = reached
-    return [Found(timers.get(key), ended.get(key)) for key in keys]
+        some = wanted[first : first + KEYS_AT_ONCE]
+        found |= await found_by_key(some, partial(_stored, read), READING)
+    return [found[key] for key in keys]
+
+
+async def _stored(read: Run, keys: Sequence[tuple[int, TimerKey]], ends_max: int) -> Ends[tuple[int, TimerKey]]:
+    timers: dict[tuple[int, TimerKey], Row] = {}
+    ends: dict[tuple[int, TimerKey], list[Row]] = {}
+    sql = get_sql(KEYS_AT_ONCE, ends_max)
+    for row in await read(partial(fetched, sql=sql, values=_keys_values(keys))):
+        key = row[-1], TimerKey(*READING.name(row))
+        if row[_OUTCOME] is None:
+            timers[key] = row
+        else:
+            ends.setdefault(key, []).append(row)
+    return timers, ends
 
 
 def _keys_values(keys: Sequence[tuple[int, TimerKey]]) -> dict[str, Any]:
@@ -426,8 +434,8 @@ def _keys_values(keys: Sequence[tuple[int, TimerKey]]) -> dict[str, Any]:
 
 
 async def namespaces(read: Run) -> list[Namespace]:
-    rows = await read(lambda db: fetched(db, "SELECT body FROM namespaces", {}))
-    return sorted((decode_namespace(row[0]) for row in rows), key=lambda namespace: namespace.name)
+    rows = await read(lambda db: fetched(db, "SELECT name, body FROM namespaces", {}))
+    return namespaces_of(rows)
 
 
 async def put_namespace(write: Run, namespace: Namespace, expected_revision: int | None) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from duetime.model import Position, Reached, Timer
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import Item, Piece, Scan, matches, merged
+from duetime.stores.merging import Item, Piece, Scan, matching, merged
 from duetime.stores.postgres_rows import KEY, at, selected
 from duetime.stores.postgres_sql import Run
-from duetime.stores.rows import Row, as_json, bound_ms, reached_of, timer_of
+from duetime.stores.rows import as_json, bound_ms, place_of
 
 __all__ = ["list_timers"]
 
@@ -74,14 +73,7 @@ async def list_timers(run: Run, query: ListQuery) -> Listing:
         )
         items: dict[int, list[Item]] = {scan.shard_id: [] for scan in scans}
         for row in rows:
-            items[row[-2]].append((Position(row[0], row[1], row[2]), _found(row, query)))
+            items[row[-2]].append((place_of(row), matching(query, row) if row[-1] else None))
         return [Piece(items[scan.shard_id], len(items[scan.shard_id]) < scan.count) for scan in scans]
 
     return await merged(query, fetch, in_one_scan=by_correlation)
-
-
-def _found(row: Row, query: ListQuery) -> Timer | Reached | None:
-    if not row[-1]:
-        return None
-    item = reached_of(row) if query.endings else timer_of(row)
-    return item if query.tag is None or matches(query, item) else None

@@ -20,6 +20,11 @@ def ms(column: str) -> str:
     return f"(date_part('epoch', {column}) * 1000)::bigint"
 
 
+def _ms_or_null(column: str) -> str:
+    """Of a stored time. It may be infinite, which is no number: the whole statement would fail for that one row."""
+    return f"CASE WHEN isfinite({column}) THEN {ms(column)} END"
+
+
 KEY = "timer_execute_at, timer_uuid_high, timer_uuid_low"
 
 _TYPES: Final = {
@@ -50,7 +55,7 @@ IF_NULL: Final = {"timer_attempts": "0", "timer_scheduled_at": "timer_execute_at
 
 def selected(row_type: int, if_only: str = "") -> str:
     """The columns as they are read. `if_only`: NULL instead, but for the position, unless that is true."""
-    texts = [ms(f"t.{name}") if is_time else f"t.{name}" for name, _, is_time in COLUMNS[row_type]]
+    texts = [_ms_or_null(f"t.{name}") if is_time else f"t.{name}" for name, _, is_time in COLUMNS[row_type]]
     if if_only:
         texts[3:] = [f"CASE WHEN {if_only} THEN {text} END" for text in texts[3:]]
     return ", ".join(f"{text} AS {name}" for text, (name, _, _) in zip(texts, COLUMNS[row_type], strict=True))

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 from duetime.errors import MemberDead, ShardLost
-from duetime.model import ROW_FORMAT, Namespace, Timer, TimerKey
+from duetime.model import ROW_FORMAT, Namespace, TimerKey
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
 from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
 from duetime.stores.postgres_rows import (
@@ -39,7 +39,16 @@ from duetime.stores.postgres_rows import (
     selected,
     shard_row,
 )
-from duetime.stores.rows import as_json, bound_ms, decode_namespace, reached_of, timer_of
+from duetime.stores.rows import (
+    Ends,
+    Row,
+    as_json,
+    bound_ms,
+    found_by_key,
+    namespaces_of,
+    page_of,
+    place_of,
+)
 
 LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
 
@@ -212,8 +221,11 @@ CROSS JOIN LATERAL (
 WHERE t.weight <= $7::bigint
 """  # noqa: S608
 
-# Both halves in one statement, so that they are of one moment. The columns a timer has not are NULL.
-_GET = f"""
+
+@functools.cache
+def get_sql(ends: int) -> str:
+    """Both halves in one statement, so that they are of one moment. The columns a timer has not are NULL."""
+    return f"""
 WITH k AS MATERIALIZED (
   SELECT * FROM unnest($1::int[], $2::text[], $3::text[])
   WITH ORDINALITY AS k(shard_id, timer_namespace, timer_id, number))
@@ -224,7 +236,7 @@ SELECT {selected(3)}, k.number, 3 FROM k CROSS JOIN LATERAL (
   SELECT * FROM timers WHERE timer_outcome IS NOT NULL AND shard_id = k.shard_id
   AND timer_namespace = k.timer_namespace AND timer_id = k.timer_id
   ORDER BY timer_generation DESC, timer_reached_at DESC,
-    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT 1) AS t
+    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT {ends}) AS t
 """  # noqa: S608
 
 
@@ -403,34 +415,47 @@ async def load(run: Run, stretches: Sequence[Stretch]) -> list[Page]:
         [stretch.limit + 1 for stretch in stretches],
         LOAD_BYTES_MAX // len(stretches),
     )
-    pages: list[list[Timer]] = [[] for _ in stretches]
-    totals = [0] * len(stretches)
+    pages: list[list[Row]] = [[] for _ in stretches]
     for row in rows:
-        pages[row[-2] - 1].append(timer_of(row))
-        totals[row[-2] - 1] = row[-1]
-    return [_page(*found) for found in zip(stretches, pages, totals, strict=True)]
+        pages[row[-2] - 1].append(row)
+    return [_page(stretch, found) for stretch, found in zip(stretches, pages, strict=True)]
 
 
-def _page(stretch: Stretch, timers: list[Timer], total: int) -> Page:
-    """`total`: how many there were, up to one more than asked for; some of them may have been left out."""
-    if total <= stretch.limit and len(timers) == total:
-        return Page(timers, None)
-    del timers[stretch.limit :]
-    return Page(timers, timers[-1].position)
+def _page(stretch: Stretch, rows: list[Row]) -> Page:
+    """Each row says how many there were, up to one more than asked for; some of them may have been left out."""
+    total = rows[0][-1] if rows else 0
+    if total <= stretch.limit and len(rows) == total:
+        return page_of(rows, None)
+    del rows[stretch.limit :]
+    return page_of(rows, place_of(rows[-1]))
 
 
-async def get_many(run: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
+Key = tuple[int, TimerKey]
+
+
+async def get_many(run: Run, keys: Sequence[Key]) -> list[Found]:
     if not keys:
         return []
+    found = await found_by_key(list(dict.fromkeys(keys)), functools.partial(_stored, run))
+    return [found[key] for key in keys]
+
+
+async def _stored(run: Run, keys: Sequence[Key], ends_max: int) -> Ends[Key]:
     rows = await run(
-        _GET,
+        get_sql(ends_max),
         [shard_id for shard_id, _ in keys],
         [key.namespace for _, key in keys],
         [key.timer_id for _, key in keys],
     )
-    timers = {row[-2]: timer_of(row) for row in rows if row[-1] == 2}
-    ended = {row[-2]: reached_of(row) for row in rows if row[-1] == 3}
-    return [Found(timers.get(number), ended.get(number)) for number in range(1, len(keys) + 1)]
+    timers: dict[Key, Row] = {}
+    ends: dict[Key, list[Row]] = {}
+    for row in rows:
+        key = keys[row[-2] - 1]
+        if row[-1] == 2:
+            timers[key] = row
+        else:
+            ends.setdefault(key, []).append(row)
+    return timers, ends
 
 
 async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
@@ -449,7 +474,7 @@ async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit
 
 
 async def namespaces(run: Run) -> list[Namespace]:
-    return [decode_namespace(row[0]) for row in await run("SELECT body FROM namespaces ORDER BY name")]
+    return namespaces_of(await run("SELECT name, body FROM namespaces"))
 
 
 async def put_namespace(run: Run, namespace: Namespace, expected_revision: int | None) -> bool:

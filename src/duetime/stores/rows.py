@@ -7,42 +7,50 @@ what a database makes of them is for its adapter to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from duetime.model import NO_EXTRAS, Ending, Extras, Namespace, Position, Reached, RetryPolicy, Timer
-from duetime.store import Page, Unreadable
+from duetime.store import Found, Page, Unreadable
 from duetime.telemetry import log
 from duetime.timetext import LATEST_MS
 
 __all__ = [
+    "ENDS_MAX",
     "FIRST_MS",
     "KEY_COLUMNS",
     "LARGEST",
     "LAST_MS",
+    "PLAIN",
     "REACHED_COLUMNS",
     "TIMER_COLUMNS",
     "TIMES",
+    "Ends",
+    "Reading",
     "Row",
     "as_json",
     "bound_ms",
     "check_types",
-    "decode_namespace",
-    "first_readable",
+    "found_by_key",
+    "found_of",
     "log_unreadable_namespace",
     "namespaces_of",
     "page_of",
+    "page_of_items",
     "place_of",
     "reached_of",
     "reached_values",
-    "read_or_error",
     "readable",
     "timer_of",
     "timer_values",
 ]
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 Row = Sequence[Any]
 
@@ -80,7 +88,7 @@ LAST_MS: Final = LATEST_MS + 1  # no timer is stored at or after it
 _encode = msgspec.json.Encoder().encode
 _decode_policy = msgspec.json.Decoder(RetryPolicy).decode
 _decode_extras = msgspec.json.Decoder(Extras).decode
-decode_namespace = msgspec.json.Decoder(Namespace).decode
+_decode_namespace = msgspec.json.Decoder(Namespace).decode
 
 
 def as_json(value: object) -> str:
@@ -189,10 +197,8 @@ def reached_of(row: Row) -> Reached:
 # A row may be spoilt by hand, by a restore, by a fault of a disk, or written by a version that was never meant to share
 # this database. One such row must not keep any other from being read.
 
-R = TypeVar("R")
-T = TypeVar("T")
-
-ERROR_CHARS_MAX = 200
+ENDS_MAX: Final = 100  # reached rows of one timer that are looked through where the newest cannot be decoded
+ERROR_CHARS_MAX: Final = 200
 
 
 def place_of(row: Row) -> Position:
@@ -204,48 +210,86 @@ def name_of(row: Row) -> tuple[Any, Any]:
     return row[3], row[4]
 
 
-def page_of(
-    rows: Sequence[R],
-    after: Position | None,
-    read: Callable[[R], Timer] = timer_of,
-    place: Callable[[R], Position] = place_of,
-    name: Callable[[R], tuple[Any, Any]] = name_of,
-) -> Page:
+class Reading(Struct, frozen=True):
+    """How the rows of a database are read."""
+
+    timer: Callable[[Any], Timer] = timer_of
+    reached: Callable[[Any], Reached] = reached_of
+    place: Callable[[Any], Position] = place_of
+    name: Callable[[Any], tuple[Any, Any]] = name_of
+
+
+PLAIN: Final = Reading()
+
+
+def page_of(rows: Sequence[Any], after: Position | None, reading: Reading = PLAIN) -> Page:
     """The timers of some rows. One by one only if there is one among them that cannot be decoded."""
+    read = reading.timer
     try:
         return Page([read(row) for row in rows], after)
     except Exception:
-        found = [readable(row, read, place, name) for row in rows]
-    timers = [item for item in found if not isinstance(item, Unreadable)]
-    return Page(timers, after, [item for item in found if isinstance(item, Unreadable)])
+        return page_of_items([readable(row, read, reading) for row in rows], after)
 
 
-def readable(
-    row: R,
-    read: Callable[[R], T],
-    place: Callable[[R], Position] = place_of,
-    name: Callable[[R], tuple[Any, Any]] = name_of,
-) -> T | Unreadable:
+def page_of_items(items: Iterable[Timer | Unreadable], after: Position | None) -> Page:
+    timers: list[Timer] = []
+    unreadable: list[Unreadable] = []
+    for item in items:
+        if isinstance(item, Unreadable):
+            unreadable.append(item)
+        else:
+            timers.append(item)
+    return Page(timers, after, unreadable)
+
+
+def readable(row: Any, read: Callable[[Any], T], reading: Reading = PLAIN) -> T | Unreadable:
     try:
         return read(row)
     except Exception as error:
-        namespace, timer_id = name(row)
-        return Unreadable(place(row), _text(namespace), _text(timer_id), in_one_line(error))
+        namespace, timer_id = reading.name(row)
+        return Unreadable(reading.place(row), _text(namespace), _text(timer_id), in_one_line(error))
 
 
-def read_or_error(row: R, read: Callable[[R], T]) -> tuple[T | None, str | None]:
+Ends = tuple[Mapping[K, Any], Mapping[K, Sequence[Any]]]
+"""What is stored under some keys: the rows of timers, and rows of what became of earlier ones."""
+
+
+async def found_by_key(
+    keys: Sequence[K], ask: Callable[[Sequence[K], int], Awaitable[Ends[K]]], reading: Reading = PLAIN
+) -> dict[K, Found]:
+    """No key twice. `ask` answers with so many reached rows of each key, the newest. More than one is asked for only
+    where that cannot be decoded."""
+    timers, ends = await ask(keys, 1)
+    found = {key: found_of(timers.get(key), ends.get(key, ()), reading) for key in keys}
+    again = [key for key, item in found.items() if item.reached is None and key in ends]
+    if again:
+        timers, ends = await ask(again, ENDS_MAX)
+        found |= {key: found_of(timers.get(key), ends.get(key, ()), reading) for key in again}
+    return found
+
+
+def found_of(timer: Any | None, ends: Sequence[Any], reading: Reading = PLAIN) -> Found:
+    """Of a timer's row and of some of its reached rows."""
+    try:
+        if len(ends) <= 1:
+            return Found(None if timer is None else reading.timer(timer), reading.reached(ends[0]) if ends else None)
+    except Exception:  # noqa: S110 - then one by one
+        pass
+    item, error = (None, None) if timer is None else _item_or_error(timer, reading.timer)
+    reached = [_item_or_error(row, reading.reached)[0] for row in ends]
+    newest = max((r for r in reached if r is not None), key=_age, default=None)
+    return Found(item, newest, error)
+
+
+def _age(reached: Reached) -> tuple[int, int, Position]:
+    return reached.timer.generation, reached.reached_at_ms, reached.position
+
+
+def _item_or_error(row: Any, read: Callable[[Any], T]) -> tuple[T | None, str | None]:
     try:
         return read(row), None
     except Exception as error:
         return None, in_one_line(error)
-
-
-def first_readable(rows: Iterable[R], read: Callable[[R], T]) -> T | None:
-    for row in rows:
-        item, error = read_or_error(row, read)
-        if error is None:
-            return item
-    return None
 
 
 def in_one_line(error: Exception) -> str:
@@ -256,12 +300,12 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def namespaces_of(rows: Iterable[tuple[str, str | bytes]]) -> list[Namespace]:
+def namespaces_of(rows: Iterable[Row]) -> list[Namespace]:
     """Of names and documents, by name. One that cannot be decoded is left out and logged."""
     found: list[Namespace] = []
     for name, document in rows:
         try:
-            found.append(decode_namespace(document))
+            found.append(_decode_namespace(document))
         except Exception as error:
             log_unreadable_namespace(name, in_one_line(error))
     return sorted(found, key=lambda namespace: namespace.name)

@@ -27,6 +27,7 @@ from duetime.store import (
     ShardRow,
     Stretch,
 )
+from duetime.stores.fencing import reading, writing
 from duetime.stores.sessions import CONNECT_SECONDS
 
 __all__ = ["SqlStore"]
@@ -139,10 +140,12 @@ class SqlStore:
 
     # -- members
 
+    @writing
     async def join(self, member: Member) -> None:
         history = await self.words.join(self._open.membership.write, member, self._history_sql)
         self._histories = {member.instance_id: history}
 
+    @writing
     async def heartbeat(self, instance_id: str, counter: int) -> int:
         """A database with another history than the one joined under may have lost commits: whoever remembers them
         has to forget, and nothing makes an instance forget like its death."""
@@ -154,51 +157,65 @@ class SqlStore:
             raise FailedOver(f"the database has failed over or was restored ({history}): joining again")
         return now_ms
 
+    @reading
     async def members(self) -> list[Member]:
         return await self.words.members(self._open.reads.read)
 
+    @writing
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
         return await self.words.mark_dead(self._open.membership.write, instance_id, counter)
 
+    @writing
     async def forget_member(self, instance_id: str) -> None:
         await self.words.forget_member(self._open.membership.write, instance_id)
 
     # -- shards
 
+    @writing
     async def ensure_shards(self, count: int) -> None:
         await self.words.ensure_shards(self._open.changes.write, count)
 
+    @reading
     async def shards(self) -> list[ShardRow]:
         return await self.words.shards(self._open.reads.read)
 
+    @writing
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
         return await self.words.claim(self._open.changes.write, claims)
 
+    @writing
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
         return await self.words.release(self._open.changes.write, fences)
 
     # -- timers
 
+    @writing
     async def commit(self, batches: Sequence[Batch]) -> Sequence[Committed | StoreError]:
         return await self.words.commit(self._open.commits.write, batches)
 
+    @reading
     async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
         return await self.reads.load(self._open.reads.read, stretches)
 
+    @reading
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
         return await self.reads.get_many(self._open.reads.read, keys)
 
+    @reading
     async def list_timers(self, query: ListQuery) -> Listing:
         return await self.lists.list_timers(self._open.lists.read, query)
 
+    @writing
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
         return await self.words.purge_reached(self._open.changes.write, fences, before_ms, limit)
 
     # -- namespaces
 
+    @reading
     async def namespaces(self) -> list[Namespace]:
         return await self.words.namespaces(self._open.reads.read)
 
+    @writing
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
         return await self.words.put_namespace(self._open.changes.write, namespace, expected_revision)
 

@@ -11,8 +11,9 @@ Writing functions are called inside a transaction that holds the write lock.
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Final, TypeVar, cast
 
 import apsw
 import msgspec
@@ -22,19 +23,27 @@ from duetime.errors import MemberDead, ShardLost
 from duetime.model import ROW_FORMAT, Namespace, Position, TimerKey
 from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, ShardRow, Stretch
 from duetime.stores.fencing import NOTHING_REPLACED, committed, lost, turns
-from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX
+from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Collected, matching
 from duetime.stores.rows import (
+    ENDS_MAX,
     KEY_COLUMNS,
     LARGEST,
+    PLAIN,
     REACHED_COLUMNS,
     TIMER_COLUMNS,
+    Reading,
     as_json,
-    decode_namespace,
+    found_of,
+    namespaces_of,
+    page_of,
+    place_of,
     reached_of,
     reached_values,
     timer_of,
     timer_values,
 )
+
+T = TypeVar("T")
 
 CHUNK_ROWS_MAX = 128  # apsw caches no statement of more than 16 KiB of text
 
@@ -101,7 +110,7 @@ DELETE FROM timers WHERE shard_id = ?1 AND row_type = 3 AND ({_KEY}) IN (
 """  # noqa: S608
 
 _LOAD = f"""
-SELECT '[' || coalesce(group_concat(row, ','), '') || ']' FROM (
+SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
   SELECT {_TIMER} AS row FROM timers
   WHERE shard_id = ? AND row_type = 2 AND ({_KEY}) > (?, ?, ?) AND timer_execute_at <= ?
   ORDER BY {_KEY} LIMIT ?)
@@ -112,26 +121,34 @@ SELECT
   (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {_TIMER} || ']', ','), '') || ']'
    FROM json_each(?1) AS k CROSS JOIN timers AS t
    WHERE t.row_type = 2 AND t.shard_id = k.value ->> 0
-   AND t.timer_namespace = k.value ->> 1 AND t.timer_id = k.value ->> 2),
+   AND t.timer_namespace = k.value ->> 1 AND t.timer_id = k.value ->> 2) AS timers,
   (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {_REACHED} || ']', ','), '') || ']'
    FROM json_each(?1) AS k CROSS JOIN timers AS t
    WHERE t.row_type = 3 AND t.shard_id = k.value ->> 0 AND ({_KEY}) = (
      SELECT {_KEY} FROM timers AS newest WHERE newest.row_type = 3 AND newest.shard_id = k.value ->> 0
      AND newest.timer_namespace = k.value ->> 1 AND newest.timer_id = k.value ->> 2
      ORDER BY timer_generation DESC, timer_reached_at DESC,
-       timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT 1))
+       timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT 1)) AS ended
+"""  # noqa: S608
+# For a key whose newest reached row cannot be decoded.
+_GET_ENDS = f"""
+SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
+  SELECT {_REACHED} AS row FROM timers WHERE row_type = 3 AND shard_id = ? AND timer_namespace = ? AND timer_id = ?
+  ORDER BY timer_generation DESC, timer_reached_at DESC,
+    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT {ENDS_MAX})
 """  # noqa: S608
 
 
 def _list_sql(row_type: int, row: str, due: str, where: str) -> str:
     """A stretch of one scan: rows that match in full, of the others the position only."""
     return f"""
-SELECT '[' || coalesce(group_concat(row, ','), '') || ']' FROM (
+SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
   SELECT CASE WHEN timer_namespace = :namespace
     AND (:id_prefix IS NULL OR substr(timer_id, 1, length(:id_prefix)) = :id_prefix)
     AND (:correlation_id IS NULL OR timer_correlation_id = :correlation_id)
     AND (:due_from IS NULL OR {due} >= :due_from) AND (:due_until IS NULL OR {due} < :due_until)
-    AND (:tag IS NULL OR EXISTS (SELECT 1 FROM json_each(timer_options, '$.t') WHERE value = :tag))
+    AND (:tag IS NULL OR EXISTS (
+      SELECT 1 FROM json_each(CASE WHEN json_valid(timer_options) THEN timer_options END, '$.t') WHERE value = :tag))
     AND (:endings IS NULL OR timer_outcome IN (SELECT value FROM json_each(:endings)))
   THEN {row} ELSE json_array({_KEY}) END AS row
   FROM timers WHERE {where} AND row_type = {row_type} AND ({_KEY}) > (:a, :b, :c) AND timer_execute_at <= :until
@@ -173,6 +190,43 @@ def _text(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, A
     """The answer of a statement that gives one text: in one step, where `.get` would look for a second row."""
     [text] = cast(tuple[str], db.execute(sql, bindings).fetchone())
     return text
+
+
+# SQLite does not check that a text is UTF-8, and one that is not spoils the whole answer. Then the answer is fetched as
+# bytes, and those of its texts that are no UTF-8 are marked by surrogates, which nothing else in there can have.
+
+
+def _rows(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]) -> tuple[list[list[Any]], Reading]:
+    """The rows of an answer, and how they are to be read."""
+    try:
+        return _decode_rows(_text(db, sql, bindings)), PLAIN
+    except UnicodeDecodeError:
+        [answer] = cast(tuple[bytes], db.execute(f"SELECT CAST(answer AS BLOB) FROM ({sql})", bindings).fetchone())  # noqa: S608
+        return _decode_marked(answer), _MARKED
+
+
+def _decode_marked(answer: bytes) -> list[Any]:
+    return list(json.loads(answer.decode(errors="surrogateescape")))
+
+
+def _unmarked(row: list[Any]) -> list[Any]:
+    for value in row:
+        if isinstance(value, str):
+            value.encode()
+    return row
+
+
+def _name(row: list[Any]) -> tuple[Any, Any]:
+    return tuple(None if not isinstance(text, str) or _is_marked(text) else text for text in row[3:5])  # type: ignore[return-value]
+
+
+def _is_marked(text: str) -> bool:
+    return text.encode(errors="ignore") != text.encode(errors="surrogatepass")
+
+
+_MARKED: Final = Reading(
+    timer=lambda row: timer_of(_unmarked(row)), reached=lambda row: reached_of(_unmarked(row)), name=_name
+)
 
 
 # --- members -------------------------------------------------------------------------------------
@@ -313,19 +367,20 @@ def load(db: apsw.Connection, stretches: Sequence[Stretch]) -> list[Page]:
 
 
 def _load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-    rows, limit = _shorter_if_too_big(lambda count: _text(db, _LOAD, (shard_id, *after, until_ms, count + 1)), limit)
-    timers = [timer_of(row) for row in rows]
-    if len(timers) <= limit:
-        return Page(timers, None)
-    del timers[limit:]
-    return Page(timers, timers[-1].position)
+    (rows, reading), limit = _shorter_if_too_big(
+        lambda count: _rows(db, _LOAD, (shard_id, *after, until_ms, count + 1)), limit
+    )
+    if len(rows) <= limit:
+        return page_of(rows, None, reading)
+    del rows[limit:]
+    return page_of(rows, place_of(rows[-1]), reading)
 
 
-def _shorter_if_too_big(fetch: Callable[[int], str], count: int) -> tuple[list[list[Any]], int]:
-    """The rows of the answer, and for what count it was given."""
+def _shorter_if_too_big(fetch: Callable[[int], T], count: int) -> tuple[T, int]:
+    """The answer, and for what count it was given."""
     while True:
         try:
-            return _decode_rows(fetch(count)), count
+            return fetch(count), count
         except apsw.TooBigError:
             if count == 1:
                 raise
@@ -335,15 +390,37 @@ def _shorter_if_too_big(fetch: Callable[[int], str], count: int) -> tuple[list[l
 def get_many(db: apsw.Connection, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
     try:
         text = as_json([(shard_id, *key) for shard_id, key in keys])
-        timers_json, reached_json = db.execute(_GET, (text,)).fetchone()  # type: ignore[misc]
+        found, ended = _found_rows(db, text)
     except apsw.TooBigError:
         if len(keys) == 1:
             raise
         half = len(keys) // 2
         return get_many(db, keys[:half]) + get_many(db, keys[half:])
-    timers = {index: timer_of(row) for index, row in _decode_rows(timers_json)}
-    ended = {index: reached_of(row) for index, row in _decode_rows(reached_json)}
-    return [Found(timers.get(index), ended.get(index)) for index in range(len(keys))]
+    return [_found(db, key, found.get(index), ended.get(index)) for index, key in enumerate(keys)]
+
+
+_IndexedRows = dict[int, list[Any]]
+
+
+def _found_rows(db: apsw.Connection, keys_json: str) -> tuple[_IndexedRows, _IndexedRows]:
+    """Of timers and of their newest ends, by the indexes of their keys."""
+    answers: Any
+    try:
+        answers = db.execute(_GET, (keys_json,)).fetchone()
+        timers, ended = map(_decode_rows, answers)
+    except UnicodeDecodeError:
+        as_blobs = f"SELECT CAST(timers AS BLOB), CAST(ended AS BLOB) FROM ({_GET})"  # noqa: S608
+        answers = db.execute(as_blobs, (keys_json,)).fetchone()
+        timers, ended = map(_decode_marked, answers)
+    return dict(timers), dict(ended)
+
+
+def _found(db: apsw.Connection, key: tuple[int, TimerKey], timer: list[Any] | None, end: list[Any] | None) -> Found:
+    found = found_of(timer, () if end is None else (end,), _MARKED)
+    if end is None or found.reached is not None:
+        return found
+    ends, _ = _rows(db, _GET_ENDS, (key[0], *key[1]))
+    return found_of(timer, ends, _MARKED)
 
 
 def purge_reached(db: apsw.Connection, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
@@ -366,26 +443,20 @@ class _BudgetSpent(Exception):
 def list_timers(db: apsw.Connection, query: ListQuery) -> Listing:
     """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
     scan = _Scan(db, query)
-    matches: list[list[Any]] = []
+    found = Collected(query)
     seen: Position | None = None
     try:
-        for row in heapq.merge(*scan.streams(), key=_position):
-            if len(matches) == query.limit:
+        for row in heapq.merge(*scan.streams(), key=place_of):
+            if len(found.items) == query.limit:
                 break
-            seen = _position(row)
+            seen = place_of(row)
             if len(row) > 3:
-                matches.append(row)
+                found.add(matching(query, row, _MARKED))
         else:
             seen = None
     except _BudgetSpent:
         pass
-    if query.endings:
-        return Listing(reached=[reached_of(row) for row in matches], next=seen)
-    return Listing(timers=[timer_of(row) for row in matches], next=seen)
-
-
-def _position(row: list[Any]) -> Position:
-    return Position(row[0], row[1], row[2])
+    return found.listing(seen)
 
 
 class _Scan:
@@ -431,11 +502,11 @@ class _Scan:
             yield from rows
             if len(rows) < page:
                 return
-            after, page = _position(rows[-1]), page * 2
+            after, page = place_of(rows[-1]), page * 2
 
     def _fetch(self, sql: str, shard_id: int, after: Position, page: int) -> tuple[list[list[Any]], int]:
         bindings = self._bindings | {"shard_id": shard_id, "a": after[0], "b": after[1], "c": after[2]}
-        rows, page = _shorter_if_too_big(lambda count: _text(self._db, sql, bindings | {"page": count}), page)
+        (rows, _), page = _shorter_if_too_big(lambda count: _rows(self._db, sql, bindings | {"page": count}), page)
         self._rows_left -= len(rows)
         return rows, page
 
@@ -444,8 +515,8 @@ class _Scan:
 
 
 def namespaces(db: apsw.Connection) -> list[Namespace]:
-    rows: list[Any] = db.execute("SELECT body FROM namespaces ORDER BY name").fetchall()
-    return [decode_namespace(row[0]) for row in rows]
+    rows: list[Any] = db.execute("SELECT CAST(name AS BLOB), CAST(body AS BLOB) FROM namespaces").fetchall()
+    return namespaces_of((name.decode(errors="replace"), body) for name, body in rows)
 
 
 def put_namespace(db: apsw.Connection, namespace: Namespace, expected_revision: int | None) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from duetime.model import Position, Reached, Timer
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import Item, Piece, Scan, matches, merged
-from duetime.stores.rows import TIMER_COLUMNS, Row, bound_ms
+from duetime.stores.merging import Item, Piece, Scan, matching, merged
+from duetime.stores.rows import TIMER_COLUMNS, bound_ms
 from duetime.stores.sqlserver_link import Link, Run, ask
-from duetime.stores.sqlserver_rows import as_bytes, at, document, ms, reached_at, selected, timer_at
+from duetime.stores.sqlserver_rows import READING, as_bytes, at, document, selected
 from duetime.stores.sqlserver_sql import query as query_sql
 from duetime.stores.sqlserver_sql import scan_sql
 
@@ -69,14 +68,8 @@ def _pieces(query: ListQuery, scans: Sequence[Scan], link: Link) -> list[Piece]:
     [rows] = ask(link, sql, document(said))
     items: list[list[Item]] = [[] for _ in scans]
     for row in rows:
-        items[row[-1]].append((Position(ms(row[0]), row[1], row[2]), _found(row, query)))
+        is_of_it = row[_NAMESPACE] == query.namespace
+        items[row[-1]].append((READING.place(row), matching(query, row, READING) if is_of_it else None))
     for some in items:
         some.sort(key=lambda item: item[0])  # as they come, but nothing says so
     return [Piece(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]
-
-
-def _found(row: Row, query: ListQuery) -> Timer | Reached | None:
-    if row[_NAMESPACE] != query.namespace:
-        return None
-    item = reached_at(row) if query.endings else timer_at(row)
-    return item if matches(query, item) else None

@@ -19,6 +19,7 @@ from duetime.stores.rows import (
     REACHED_COLUMNS,
     TIMER_COLUMNS,
     TIMES,
+    Reading,
     Row,
     reached_of,
     reached_values,
@@ -28,6 +29,7 @@ from duetime.stores.rows import (
 
 __all__ = [
     "KEY",
+    "READING",
     "SHARD",
     "as_bytes",
     "at",
@@ -160,6 +162,12 @@ def reached_at(row: Row) -> Reached:
     """Of a row that begins with the columns of a reached timer."""
     return reached_of(_read(row, 3))
 
+
+def _place(row: Row) -> Position:
+    return Position(ms(row[0]), row[1], row[2])
+
+
+READING: Final = Reading(timer=timer_at, reached=reached_at, place=_place)
 
 SHARD: Final = (
     "s.shard_id, s.shard_version, s.shard_nonce, s.shard_owner_id, s.shard_owner_address, s.shard_claimed_at,"

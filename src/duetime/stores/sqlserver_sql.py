@@ -16,17 +16,28 @@ on statistics, and no statement locks rows that it has nothing to do with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from duetime.errors import MemberDead, ShardLost
-from duetime.model import Namespace, Reached, Timer, TimerKey
+from duetime.model import Namespace, TimerKey
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
 from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
-from duetime.stores.rows import KEY_COLUMNS, TIMER_COLUMNS, Row, as_json, bound_ms, decode_namespace
+from duetime.stores.rows import (
+    KEY_COLUMNS,
+    TIMER_COLUMNS,
+    Ends,
+    Row,
+    as_json,
+    bound_ms,
+    found_by_key,
+    namespaces_of,
+    page_of,
+)
 from duetime.stores.sqlserver_link import Link, Run, ask, ask_until
 from duetime.stores.sqlserver_rows import (
     KEY,
+    READING,
     SHARD,
     as_bytes,
     at,
@@ -34,11 +45,9 @@ from duetime.stores.sqlserver_rows import (
     given,
     insert_sql,
     ms,
-    reached_at,
     reached_row,
     selected,
     shard_row,
-    timer_at,
     timer_row,
 )
 
@@ -153,16 +162,22 @@ OPTION (LOOP JOIN, FORCE ORDER, MAXDOP 1);"""  # noqa: S608
 
 
 LOAD = query(scan_sql(2, selected(2)))
-# The timers first, and held: what settles one has to wait until its end was looked for, so both are of one moment.
-GET = transaction(f"""SET DEADLOCK_PRIORITY LOW;
+
+
+@cache
+def get_sql(ends_max: int) -> str:
+    """The timers first, and held: what settles one has to wait until its end was looked for, so both are of one
+    moment."""
+    return transaction(f"""SET DEADLOCK_PRIORITY LOW;
 SELECT {selected(2)}, k.number FROM {_KEYS} AS k
   INNER LOOP JOIN timers AS t WITH (HOLDLOCK, ROWLOCK, INDEX(timers_by_id)) ON t.row_type = 2 AND {_OF_KEY}
   OPTION (MAXDOP 1);
 SELECT t.*, k.number FROM {_KEYS} AS k
-  CROSS APPLY (SELECT TOP (1) {selected(3)} FROM timers AS t WITH (INDEX(reached_by_id)) WHERE t.row_type = 3
+  CROSS APPLY (SELECT TOP ({ends_max}) {selected(3)} FROM timers AS t WITH (INDEX(reached_by_id)) WHERE t.row_type = 3
     AND {_OF_KEY}
     ORDER BY {", ".join(f"t.{n} DESC" for n in ("timer_generation", "timer_reached_at", *KEY_COLUMNS))}) AS t
   OPTION (LOOP JOIN, FORCE ORDER, MAXDOP 1);""")  # noqa: S608
+
 
 _MEMBER = given(
     "$",
@@ -389,31 +404,39 @@ def _load_one(link: Link, stretch: Stretch, chars_max: int) -> Page:
         at(bound_ms(stretch.until_ms)),
         stretch.limit + 1,
     )
-    timers = [timer_at(row) for row in ask_until(link, LOAD, document({"scans": [scan]}), enough)]
-    if weight <= chars_max and len(timers) <= stretch.limit:
-        return Page(timers, None)
-    del timers[stretch.limit :]
-    return Page(timers, timers[-1].position)
+    rows = list(ask_until(link, LOAD, document({"scans": [scan]}), enough))
+    if weight <= chars_max and len(rows) <= stretch.limit:
+        return page_of(rows, None, READING)
+    del rows[stretch.limit :]
+    return page_of(rows, READING.place(rows[-1]), READING)
 
 
-async def get_many(read: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
-    timers: dict[int, Timer] = {}
-    ended: dict[int, Reached] = {}
-    numbered = [(number, shard_id, *key) for number, (shard_id, key) in enumerate(keys)]
-    for first in range(0, len(numbered), KEYS_AT_ONCE):
-        said = document({"keys": numbered[first : first + KEYS_AT_ONCE]})
-        waiting, over = await read(partial(_said, GET, said))
-        timers.update((row[-1], timer_at(row)) for row in waiting)
-        ended.update((row[-1], reached_at(row)) for row in over)
-    return [Found(timers.get(number), ended.get(number)) for number in range(len(keys))]
+Key = tuple[int, TimerKey]
+
+
+async def get_many(read: Run, keys: Sequence[Key]) -> list[Found]:
+    found: dict[Key, Found] = {}
+    wanted = list(dict.fromkeys(keys))
+    for first in range(0, len(wanted), KEYS_AT_ONCE):
+        found |= await found_by_key(wanted[first : first + KEYS_AT_ONCE], partial(_stored, read), READING)
+    return [found[key] for key in keys]
+
+
+async def _stored(read: Run, keys: Sequence[Key], ends_max: int) -> Ends[Key]:
+    said = document({"keys": [(number, shard_id, *key) for number, (shard_id, key) in enumerate(keys)]})
+    waiting, over = await read(partial(_said, get_sql(ends_max), said))
+    ends: dict[Key, list[Row]] = {}
+    for row in over:
+        ends.setdefault(keys[row[-1]], []).append(row)
+    return {keys[row[-1]]: row for row in waiting}, ends
 
 
 # --- namespaces ----------------------------------------------------------------------------------
 
 
 async def namespaces(read: Run) -> list[Namespace]:
-    [rows] = await read(partial(_said, "SELECT body FROM namespaces", None))
-    return sorted((decode_namespace(row[0]) for row in rows), key=lambda namespace: namespace.name)
+    [rows] = await read(partial(_said, "SELECT CAST(name AS nvarchar(255)), body FROM namespaces", None))
+    return namespaces_of(rows)
 
 
 async def put_namespace(write: Run, namespace: Namespace, expected_revision: int | None) -> bool:

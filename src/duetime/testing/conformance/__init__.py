@@ -9,7 +9,7 @@ For an adapter of your own, in a test module of yours:
             return MyStore(URL)     # called again where a test needs a second session
         async def wipe(self):       # make that database empty: called before every test
             ...
-        async def spoil_timer(self, shard_id, key):     # make a stored row undecodable (harness.py); without
+        async def spoil_timer(self, shard_id, timer):   # make a stored row undecodable (harness.py); without
             ...                                         # these the tests of such rows are skipped
         async def spoil_reached(self, shard_id, reached):
             ...

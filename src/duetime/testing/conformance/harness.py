@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from duetime.model import BEFORE_ALL, Ending, Position, Reached, Timer, TimerKey
+from duetime.model import BEFORE_ALL, Ending, Position, Reached, Timer
 from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Page, Store, Stretch
 
 SHARDS = 4
@@ -30,8 +30,8 @@ class Harness:
     # For the tests of rows that cannot be decoded. Each changes one stored row by the driver of the database, behind
     # the back of the store, so that the adapter cannot decode it any more, and leaves its key as it is.
 
-    async def spoil_timer(self, shard_id: int, key: TimerKey) -> None:
-        """The timer that is stored under that key."""
+    async def spoil_timer(self, shard_id: int, timer: Timer) -> None:
+        """The row of that timer."""
         _cannot_spoil("spoil_timer")
 
     async def spoil_reached(self, shard_id: int, reached: Reached) -> None:

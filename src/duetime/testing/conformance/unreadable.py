@@ -45,7 +45,7 @@ class UnreadableRows(Harness):
         """Timers in order, of which one is spoilt."""
         timers = [full_timer(f"t-{number}", 100 + number) for number in range(count)]
         await put(store, fence, *timers)
-        await self.spoil_timer(fence.shard_id, timers[spoilt].key)
+        await self.spoil_timer(fence.shard_id, timers[spoilt])
         return timers
 
     # -- load
