@@ -10,7 +10,7 @@ from engine_world import URL, World
 
 from duetime.delivery import Attempt
 from duetime.errors import DuetimeError, OutcomeUnknown, StoreUnavailable
-from duetime.model import Contact, Outcome, State, TimerKey, TimerPatch, TimerSpec, Verdict
+from duetime.model import Contact, Missed, Outcome, RetryPolicy, State, TimerKey, TimerPatch, TimerSpec, Verdict
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
@@ -203,3 +203,71 @@ def test_shards_that_could_not_be_claimed_at_the_start_are_claimed_later() -> No
         await world.engine.stop()
 
     run_virtual(told)
+
+
+def test_an_update_that_leaves_the_time_alone_keeps_the_attempts() -> None:
+    """A timer that was tried on time is being retried: no missed-fire policy may skip it for being late."""
+
+    async def story(world: World, store: FaultyStore) -> None:
+        outcomes = [Outcome(Contact.ANSWERED, 500), Outcome(Contact.ANSWERED, 200)]
+
+        async def answer(attempt: Attempt) -> Outcome:
+            return outcomes.pop(0)
+
+        world.destinations.answers[URL] = answer
+        policy = RetryPolicy(initial_interval_ms=60_000, max_interval_ms=60_000)
+        await world.create("x", 1_000, missed=Missed(skip_if_late_by_ms=100), retry_policy=policy, tags=("t",))
+        await asyncio.sleep(1.5)
+        before = (await world.get("x")).timer
+        assert before.attempts == 1
+        changed = (await world.service.update(X, TimerPatch(payload='"new"'))).view.timer
+        assert changed.attempts == 1
+        assert (changed.execute_at_ms, changed.scheduled_at_ms) == (before.execute_at_ms, before.scheduled_at_ms)
+        assert changed.extras == before.extras
+        assert changed.generation > before.generation
+        await asyncio.sleep(120)
+        view = await world.get("x")
+        assert view.state is State.DELIVERED
+        assert (view.timer.attempts, view.timer.extras.late_by_ms) == (2, 0)
+        assert world.destinations.payloads == [None, '"new"']
+
+    on_one_shard(story)
+
+
+@pytest.mark.parametrize("time", [{"delay_ms": 5_000}, {"execute_at_ms": 1_800_000_020_000}])
+def test_an_update_of_the_time_starts_the_attempts_over(time: dict[str, int]) -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        async def answer(attempt: Attempt) -> Outcome:
+            return Outcome(Contact.ANSWERED, 500)
+
+        world.destinations.answers[URL] = answer
+        await world.create("x", 1_000, tags=("t",), retry_policy=RetryPolicy(initial_interval_ms=60_000))
+        await asyncio.sleep(1.5)
+        changed = (await world.service.update(X, TimerPatch(**time))).view.timer  # type: ignore[arg-type]
+        assert changed.attempts == 0
+        assert changed.execute_at_ms == changed.scheduled_at_ms
+        assert (changed.extras.tags, changed.extras.first_attempt_at_ms, changed.extras.last_error) == (
+            ("t",),
+            None,
+            None,
+        )
+
+    on_one_shard(story)
+
+
+def test_whether_a_timer_was_replaced_is_not_known_after_a_lost_answer_beyond_the_horizon() -> None:
+    """The store had said so in the answer that was lost; memory does not know timers of tomorrow."""
+
+    async def story(world: World, store: FaultyStore) -> None:
+        day_ms = 86_400_000
+        await world.create("x", day_ms)
+        store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
+        assert (await world.create("x", day_ms)).replaced is None
+        store.fail("commit", Fault.LOST_THEN_UNKNOWN)
+        assert (await world.create("x", day_ms)).replaced is True, "written anew, and the store has said it"
+        store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
+        await world.create("y", 1_000)
+        store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
+        assert (await world.create("y", 1_000)).replaced is True, "in memory, so it is known"
+
+    on_one_shard(story)

@@ -221,3 +221,31 @@ def test_a_shard_that_cannot_be_read_keeps_no_other_from_firing_and_fires_when_i
         assert sorted(world.destinations.called()) == sorted(names)
 
     in_world(story, new_store=HalfBlind)
+
+
+@pytest.mark.parametrize("how", [StoreUnavailable("too large"), OutcomeUnknown("who knows")])
+def test_a_write_that_can_never_be_applied_delays_no_other_of_its_commit_by_more_than_a_moment(
+    how: StoreError,
+) -> None:
+    """A commit of several shards is one transaction: its shards are tried one by one, and then its batch in halves."""
+
+    async def story(world: World) -> None:
+        assert isinstance(world.store, Poisoned)
+        world.store.how = how
+        poison = asyncio.ensure_future(world.create("poison", 3_600_000))
+        took_ms: list[int] = []
+
+        async def create(name: str) -> None:
+            asked_ms = world.clock.boot_ms()
+            await world.create(name, 60_000)
+            took_ms.append(world.clock.boot_ms() - asked_ms)
+
+        for turn in range(20):
+            await asyncio.gather(*(create(f"t{turn}-{n}") for n in range(200)))
+            await asyncio.sleep(0.01)
+        poison.cancel()
+        took_ms.sort()
+        assert took_ms[len(took_ms) * 9 // 10] <= 20, "most do not notice it"
+        assert took_ms[-1] <= 400, "its neighbours in the same shard wait until it is found"
+
+    in_world(story, new_store=Poisoned)

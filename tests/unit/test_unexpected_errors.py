@@ -188,7 +188,7 @@ def test_a_row_that_cannot_be_decoded_is_met_again_after_a_restart() -> None:
         spoilt_at_ms = (await world.get("before")).timer.execute_at_ms + 1
         assert row.low_water.execute_at_ms < spoilt_at_ms
         await world.crash_and_restart()
-        await asyncio.sleep(1)
+        await asyncio.sleep(10)
         assert world.engine.unreadable == 1
 
     with_a_spoilt_row(story)
