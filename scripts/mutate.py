@@ -1,9 +1,10 @@
 """Mutation testing: does a test notice when one line of a module is wrong?
 
-Every mutant is the module with one small change (scripts/mutations.py): a statement deleted, a condition negated or made
-constant, `<` turned into `<=`, a number changed by one, an `AND` dropped from SQL. Each is run against the tests that
-execute the changed line, the fastest first, and if they all pass, against seeds of the simulator. A mutant that fails
-nothing has survived: either a test is missing, or the change is harmless and scripts/mutate_survivors.toml says why.
+Every mutant is the module with one small change (scripts/mutations.py): a statement deleted, a condition negated or
+made constant, `<` turned into `<=`, a number changed by one, an `AND` dropped from SQL. Each is run against the tests
+that execute the changed line, the fastest first, and if they all pass, against seeds of the simulator. A mutant that
+fails nothing has survived: either a test is missing, or the change is harmless and scripts/mutate_survivors.toml says
+why.
 
     python -m scripts.mutate shard lane             two modules of src/duetime, with the tests of the table below
     python -m scripts.mutate stores/memory --lines 40-80
@@ -11,14 +12,15 @@ nothing has survived: either a test is missing, or the change is harmless and sc
     python -m scripts.mutate shard --tests tests/unit/test_engine.py
     make mutate MODULES="shard lane"
 
-Prints every survivor that nobody has judged, as a diff, and a summary. Ends with 1 if there is one. To judge a survivor,
-copy what is printed below it into scripts/mutate_survivors.toml and add the reason. Nothing in the source tree is changed:
-a mutant exists only in the memory of its own process. Tests that start other processes do not see it.
+Prints every survivor that nobody has judged, as a diff, and a summary. Ends with 1 if there is one. To judge a
+survivor, copy what is printed below it into scripts/mutate_survivors.toml and add the reason. Nothing in the source
+tree is changed: a mutant exists only in the memory of its own process. Tests that start other processes do not see it.
 """
 
 from __future__ import annotations
 
 import argparse
+import builtins
 import gc
 import importlib.util
 import logging
@@ -29,15 +31,14 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from importlib.abc import MetaPathFinder
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NoReturn
 
 import hypothesis
@@ -45,7 +46,7 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from scripts.mutations import Mutant, mutants_of
+from scripts.mutations import Mutant, mutants_of, with_notes
 
 __all__ = ["Judgement", "main"]
 
@@ -64,9 +65,9 @@ _STORES = (
     "tests/conformance/test_stores.py",
     "tests/sim/test_failover.py",
 )
-# Which tests could notice a mutant of a module. Only tests that run the module in their own process are of use. A file too
-# many costs little: a mutant is run only against tests that execute its line. Modules not named here have the tests of
-# the engine and the file called like themselves.
+# Which tests could notice a mutant of a module. Only tests that run the module in their own process are of use. A file
+# too many costs little: a mutant is run only against tests that execute its line. Modules not named here have the tests
+# of the engine and the file called like themselves.
 TESTS: dict[str, tuple[str, ...]] = {
     "model": ("tests/unit/test_model.py", *_ENGINE, *_STORES),
     "placement": ("tests/unit/test_placement.py", *_ENGINE),
@@ -83,6 +84,13 @@ TESTS: dict[str, tuple[str, ...]] = {
 
 SURVIVED, BY_TESTS, BY_SIMULATOR = 0, 10, 11  # exit codes of the process of a mutant
 MEMORY_MAX = 4 << 30  # bytes: a mutant that collects without end must not take the machine with it
+
+
+class Patience:
+    seconds = 10.0  # that a test may take on top of five times its usual time
+
+
+PATIENCE = Patience()
 
 
 class Judgement(Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,7 +126,7 @@ class Found(Struct, frozen=True):
 # --- in the process of a mutant ------------------------------------------------------------------
 
 
-class OneModuleMutated(MetaPathFinder, SourceFileLoader):
+class OneModuleMutated(SourceFileLoader):
     """Imports one module from other source text than that of its file."""
 
     def __init__(self, name: str, path: Path, source: str) -> None:
@@ -141,23 +149,24 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def exchange_functions(target: Target, mutant: Mutant, functions: list[FunctionType]) -> bool:
-    """Give the module's functions the mutated code, which saves importing everything again. False: cannot be done so."""
-    path = str(target.path)
-    codes = list(_codes(compile(mutant.source, path, "exec", dont_inherit=True)))
-    names = Counter((code.co_qualname, code.co_firstlineno) for code in codes)
-    mutated = {(code.co_qualname, code.co_firstlineno): code for code in codes}
-    changed = 0
+def exchange_functions(code: CodeType, functions: list[FunctionType]) -> bool:
+    """Give functions of a module the code of a changed one, which saves importing everything again. False: some could
+    not be changed, or none is different."""
+    codes = list(_codes(code))
+    names = Counter((each.co_qualname, each.co_firstlineno) for each in codes)
+    changed = {(each.co_qualname, each.co_firstlineno): each for each in codes}
+    exchanged, left = 0, 0
     for function in functions:
         old = function.__code__
-        key = (old.co_qualname, old.co_firstlineno)
-        if old.co_filename != path or key not in mutated or mutated[key] == old:
+        new = changed.get((old.co_qualname, old.co_firstlineno), old)
+        if old.co_filename != code.co_filename or new == old:
             continue
-        if names[key] > 1 or mutated[key].co_freevars != old.co_freevars:
-            return False
-        function.__code__ = mutated[key]
-        changed += 1
-    return changed > 0
+        if names[new.co_qualname, new.co_firstlineno] > 1 or new.co_freevars != old.co_freevars:
+            left += 1
+        else:
+            function.__code__ = new
+            exchanged += 1
+    return exchanged > 0 and left == 0
 
 
 def import_again(target: Target, mutant: Mutant) -> None:
@@ -185,6 +194,16 @@ class Failures:
             os._exit(BY_TESTS)
 
 
+class FirstFailure:
+    """Remembers it, for the run without a mutant."""
+
+    first = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.first = self.first or f"{report.nodeid}\n{report.longreprtext}"
+
+
 class InOrder(Failures):
     """For tests that were imported again: the fastest first, each with its time limit."""
 
@@ -200,20 +219,25 @@ class InOrder(Failures):
 
 def limit(usual_seconds: float) -> None:
     """End this process if what follows takes very much longer than usual. Counts as killed."""
-    signal.setitimer(signal.ITIMER_REAL, 10 + 5 * usual_seconds)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE.seconds + 5 * usual_seconds)
 
 
-def play(seeds: int) -> None:
+def play(seeds: int) -> str:
+    """Play the first seeds of the simulator. Empty if all went well, else what did not."""
+    if not seeds:
+        return ""
     from duetime.testing.sim import simulate  # not before: the mutant may be part of it
 
     logging.disable(logging.CRITICAL)
     for seed in range(seeds):
-        limit(1.0)
+        limit(2.0)
         try:
-            if simulate(seed).violations:
-                os._exit(BY_SIMULATOR)
-        except BaseException:
-            os._exit(BY_SIMULATOR)
+            violations = simulate(seed).violations
+        except Exception as error:
+            return f"seed {seed} of the simulator: {error!r}"
+        if violations:
+            return f"seed {seed} of the simulator: {violations[0]}"
+    return ""
 
 
 # --- in the process that starts them -------------------------------------------------------------
@@ -246,10 +270,9 @@ class Mutation:
         for name, tests in files.items():
             self._items[name] = [item for item in session.items if str(item.path) in tests]
         paths = {str(target.path) for target in self._targets}
-        self._functions = [
-            thing for thing in gc.get_objects() if isinstance(thing, FunctionType) and thing.__code__.co_filename in paths
-        ]
-        self._measured = self._measure(session, paths)
+        functions = [thing for thing in gc.get_objects() if isinstance(thing, FunctionType)]
+        self._functions = [function for function in functions if function.__code__.co_filename in paths]
+        self._measured = self._measure(session)
         self.failure = self._measured.failure
         if not self.failure:
             self._run_all()
@@ -257,7 +280,7 @@ class Mutation:
 
     # --- without a mutant ---------------------------------------------------------------------------
 
-    def _measure(self, session: pytest.Session, paths: set[str]) -> Measured:
+    def _measure(self, session: pytest.Session) -> Measured:
         """Run all tests once, in a process of their own, and note which lines each of them executes."""
         with tempfile.TemporaryDirectory() as folder:
             answer = Path(folder) / "measured"
@@ -265,15 +288,39 @@ class Mutation:
             if pid == 0:
                 try:
                     _own_process(folder)
-                    answer.write_bytes(pickle.dumps(_measure_here(session, paths, self._seeds)))
+                    answer.write_bytes(pickle.dumps(self._measure_here(session)))
                 finally:
                     os._exit(0)
             os.waitpid(pid, 0)
             if not answer.exists():
                 return Measured(failure="the process that runs them ended without an answer")
-            measured = pickle.loads(answer.read_bytes())  # noqa: S301: our own child wrote it
+            measured = pickle.loads(answer.read_bytes())  # noqa: S301 (our own child wrote it)
             assert isinstance(measured, Measured)
             return measured
+
+    def _measure_here(self, session: pytest.Session) -> Measured:
+        measured = Measured(seconds={}, lines={}, simulated=set())
+        current: set[tuple[str, int, int]] = set()
+        for number, target in enumerate(self._targets):
+            note = f"__executed_{number}__"
+            setattr(builtins, note, lambda first, last, path=str(target.path): current.add((path, first, last)))
+            tree = with_notes(target.path.read_text("utf-8"), note)
+            exchange_functions(compile(tree, str(target.path), "exec", dont_inherit=True), self._functions)
+        failures = FirstFailure()
+        session.config.pluginmanager.register(failures)
+        for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+            current = set()
+            started = time.monotonic()
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            measured.seconds[item.nodeid] = time.monotonic() - started
+            measured.lines[item.nodeid] = _each_line(current)
+            if failures.first:
+                measured.failure = failures.first
+                return measured
+        current = set()
+        measured.failure = play(self._seeds)
+        measured.simulated = _each_line(current)
+        return measured
 
     # --- with mutants -------------------------------------------------------------------------------
 
@@ -313,7 +360,8 @@ class Mutation:
 
     def _be(self, target: Target, mutant: Mutant, items: list[pytest.Item], seeds: int) -> NoReturn:
         seconds = self._measured.seconds
-        if mutant.in_function and exchange_functions(target, mutant, self._functions):
+        code = compile(mutant.source, str(target.path), "exec", dont_inherit=True)
+        if mutant.in_function and exchange_functions(code, self._functions):
             if items:
                 items[0].config.pluginmanager.register(Failures())
             for item, following in zip(items, [*items[1:], None], strict=True):
@@ -326,16 +374,13 @@ class Mutation:
             wanted = {item.nodeid: seconds[item.nodeid] for item in items}
             if pytest.main([*PYTEST, *nodes], plugins=[InOrder(wanted)]) != pytest.ExitCode.OK:
                 os._exit(BY_TESTS)
-        play(seeds)
-        os._exit(SURVIVED)
+        os._exit(BY_SIMULATOR if play(seeds) else SURVIVED)
 
     def _wait(self) -> None:
         pid, status = os.wait()
         target, mutant, folder = self._running.pop(pid)
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # whatever its tests left running
-        except ProcessLookupError:
-            pass
         shutil.rmtree(folder, ignore_errors=True)
         self.found.append(Found(target, mutant, os.waitstatus_to_exitcode(status)))
 
@@ -356,6 +401,10 @@ PYTEST = ["-qq", "-s", "-p", "no:cacheprovider", "--no-header", "--no-summary", 
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
 
 
+def _each_line(ranges: set[tuple[str, int, int]]) -> set[tuple[str, int]]:
+    return {(path, line) for path, first, last in ranges for line in range(first, last + 1)}
+
+
 def _own_process(folder: str) -> None:
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -366,45 +415,6 @@ def _own_process(folder: str) -> None:
     tempfile.tempdir = folder
 
 
-def _measure_here(session: pytest.Session, paths: set[str], seeds: int) -> Measured:
-    measured = Measured(seconds={}, lines={}, simulated=set())
-    current: set[tuple[str, int]] = set()
-
-    def note_line(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            current.add((frame.f_code.co_filename, frame.f_lineno))
-        return note_line
-
-    def note_call(frame: FrameType, event: str, _: Any) -> Any:
-        return note_line if frame.f_code.co_filename in paths else None
-
-    class FirstFailure:
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            if report.failed and not measured.failure:
-                measured.failure = f"{report.nodeid}\n{report.longreprtext}"
-
-    session.config.pluginmanager.register(FirstFailure())
-    threading.settrace(note_call)
-    sys.settrace(note_call)
-    for item, following in zip(session.items, [*session.items[1:], None], strict=True):
-        current = measured.lines[item.nodeid] = set()
-        started = time.monotonic()
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        measured.seconds[item.nodeid] = time.monotonic() - started
-        if measured.failure:
-            return measured
-    if seeds:
-        from duetime.testing.sim import simulate
-
-        logging.disable(logging.CRITICAL)
-        current = measured.simulated
-        for seed in range(seeds):
-            violations = simulate(seed).violations
-            if violations:
-                measured.failure = f"seed {seed} of the simulator: {violations[0]}"
-    return measured
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -413,7 +423,9 @@ def find_target(name: str, tests: list[str] | None) -> Target:
     if not path.is_file():
         path = PACKAGE / f"{name.removesuffix('.py')}.py"
     if not path.is_file():
-        sys.exit(f"no module {name}: name a module of {PACKAGE.relative_to(ROOT)} like shard or stores/memory, or a file")
+        sys.exit(
+            f"no module {name}: name a module of {PACKAGE.relative_to(ROOT)} like shard or stores/memory, or a file"
+        )
     short = str(path.relative_to(PACKAGE).with_suffix("")) if path.is_relative_to(PACKAGE) else path.stem
     if tests:
         return Target(short, path, tuple(str(Path(test).resolve()) for test in tests))
@@ -490,7 +502,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=12, help="seeds of the simulator for each survivor (default 12)")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--survivors", type=Path, default=SURVIVORS, help="the file of judged survivors")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE.seconds,
+        metavar="SECONDS",
+        help="a test that takes so much more than five times its usual time has noticed the mutant (default 10)",
+    )
     options = parser.parse_args()
+    PATIENCE.seconds = options.patience
     sys.path.insert(0, str(ROOT / "src"))
     os.environ["PYTHONPATH"] = str(ROOT / "src")
     first, _, last = (options.lines or f"1-{sys.maxsize}").partition("-")

@@ -4,8 +4,9 @@
         print(mutant.line, mutant.change)
         compile(mutant.source, str(path), "exec")
 
-A mutant keeps the number of lines of the source, so that a line number means the same in both. Not mutated: docstrings,
-log calls, metrics, `__all__`, `__slots__`, annotations, imports and `if TYPE_CHECKING`.
+A mutant keeps the number of lines of the source, so that a line number means the same in both. Not mutated:
+docstrings, log calls, metrics, `__all__`, `__slots__`, annotations, imports and `if TYPE_CHECKING`. `with_notes` finds
+out which lines a test executes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-__all__ = ["Mutant", "mutants_of"]
+__all__ = ["Mutant", "mutants_of", "with_notes"]
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
@@ -100,8 +101,8 @@ class _Maker(ast.NodeVisitor):
         last = last or first
         assert isinstance(first, ast.expr | ast.stmt | ast.ExceptHandler)
         assert isinstance(last, ast.expr | ast.stmt | ast.ExceptHandler)
-        assert last.end_lineno is not None and last.end_col_offset is not None
-        return self._starts[first.lineno - 1] + first.col_offset, self._starts[last.end_lineno - 1] + last.end_col_offset
+        end_line, end_column = last.end_lineno or last.lineno, last.end_col_offset or 0
+        return self._starts[first.lineno - 1] + first.col_offset, self._starts[end_line - 1] + end_column
 
     def _text(self, node: ast.AST) -> str:
         start, end = self._span(node)
@@ -170,7 +171,7 @@ class _Maker(ast.NodeVisitor):
             self.visit(statement)
         self._functions -= 1
 
-    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         for statement in node.body:  # not its keywords: `frozen=True` is for the reader and the type checker
@@ -186,7 +187,7 @@ class _Maker(ast.NodeVisitor):
     def visit_Continue(self, node: ast.Continue | ast.Break) -> None:
         self._replace(*self._span(node), "pass")
 
-    visit_Break = visit_Continue
+    visit_Break = visit_Continue  # noqa: N815
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
         if not isinstance(node.body[0], ast.Raise):
@@ -197,7 +198,7 @@ class _Maker(ast.NodeVisitor):
 
     def _condition(self, node: ast.expr) -> None:
         negated = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
-        compared = isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], _NEGATED_BY_COMPARISON)
+        compared = isinstance(node, ast.Compare) and isinstance(node.ops[0], _NEGATED_BY_COMPARISON)
         if not negated and not compared and not isinstance(node, ast.Constant):
             self._replace(*self._span(node), f"(not ({self._text(node)}))")
         for value in ("True", "False"):
@@ -208,8 +209,8 @@ class _Maker(ast.NodeVisitor):
         self._condition(node.test)
         self.generic_visit(node)
 
-    visit_While = visit_If
-    visit_IfExp = visit_If
+    visit_While = visit_If  # noqa: N815
+    visit_IfExp = visit_If  # noqa: N815
 
     def visit_Assert(self, node: ast.Assert) -> None:
         self._replace(*self._span(node.test), f"(not ({self._text(node.test)}))")
@@ -290,7 +291,7 @@ class _Maker(ast.NodeVisitor):
         for pattern, new in _SQL_CHANGES:
             for found in pattern.finditer(text):
                 before, after = text[: found.start()], text[found.end() :]
-                context = " ".join((before.split()[-2:] + [found.group()] + after.split()[:2]))
+                context = " ".join([*before.split()[-2:], found.group(), *after.split()[:2]])
                 offset = start + len(before.encode())
                 self._replace(
                     offset, offset + len(found.group().encode()), new, f"SQL {context}: {found.group()} -> {new}"
@@ -299,3 +300,46 @@ class _Maker(ast.NodeVisitor):
 
 def _on_one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+# --- which lines are executed --------------------------------------------------------------------
+
+
+def with_notes(source: str, note: str) -> ast.Module:
+    """The module with a call `note(first line, last line)` before every statement of a function: much cheaper than a
+    trace function, which Python calls for all code there is."""
+    tree = ast.parse(source)
+    _Noter(note).visit(tree)
+    return ast.fix_missing_locations(tree)
+
+
+class _Noter(ast.NodeTransformer):
+    def __init__(self, note: str) -> None:
+        self._note = note
+        self._functions = 0
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        self._functions += 1
+        self.generic_visit(node)
+        self._functions -= 1
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for name in ("body", "orelse", "finalbody"):
+            statements = getattr(node, name, None)
+            if self._functions and isinstance(statements, list):
+                setattr(node, name, [each for statement in statements for each in (self._call(statement), statement)])
+        return node
+
+    def _call(self, statement: ast.stmt) -> ast.stmt:
+        """Of a compound statement, only its head: what is in its body has calls of its own."""
+        last = statement.end_lineno or statement.lineno
+        body = getattr(statement, "body", None)
+        if body:
+            last = max(statement.lineno, body[0].lineno - 1)
+        arguments: list[ast.expr] = [ast.Constant(statement.lineno), ast.Constant(last)]
+        call = ast.Call(func=ast.Name(self._note, ast.Load()), args=arguments, keywords=[])
+        return ast.copy_location(ast.Expr(call), statement)
