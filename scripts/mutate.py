@@ -55,7 +55,10 @@ PACKAGE = ROOT / "src" / "duetime"
 SURVIVORS = Path(__file__).with_name("mutate_survivors.toml")
 
 _ENGINE = (
-    *(f"tests/unit/test_{name}.py" for name in ("cluster_rare", "engine_rare", "cases_engine", "lane", "flow")),
+    *(
+        f"tests/unit/test_{name}.py"
+        for name in ("cluster_rare", "engine_rare", "cases_engine", "owner", "lane", "flow")
+    ),
     *(f"tests/unit/test_{name}.py" for name in ("membership", "forwarding", "status", "engine", "api", "telemetry")),
     *(f"tests/sim/test_{name}.py" for name in ("cases_cluster", "failover", "refused_forwards")),
 )
@@ -257,6 +260,7 @@ class Mutation:
         self._items: dict[str, list[pytest.Item]] = {}
         self._functions: list[FunctionType] = []
         self._running: dict[int, tuple[Target, Mutant, str]] = {}
+        self._told_at = time.monotonic()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -385,15 +389,18 @@ class Mutation:
         self.found.append(Found(target, mutant, os.waitstatus_to_exitcode(status)))
 
     def _draw(self, started: float) -> None:
-        if not sys.stderr.isatty():
-            return
+        """A bar on a terminal; elsewhere a line every half minute."""
         done, count = len(self.found), len(self._mutants)
-        filled = done * 30 // count
+        now = time.monotonic()
         survived = sum(found.status == SURVIVED for found in self.found)
-        left = (time.monotonic() - started) / max(done, 1) * (count - done)
-        bar = "█" * filled + "░" * (30 - filled)
-        text = f"\r  {bar} {done}/{count} mutants, {survived} survived, {left:.0f} s left   "
-        print(text, end="", file=sys.stderr, flush=True)
+        left = (now - started) / max(done, 1) * (count - done)
+        text = f"{done}/{count} mutants, {survived} survived, {left:.0f} s left"
+        if sys.stderr.isatty():
+            filled = done * 30 // count
+            print(f"\r  {'█' * filled}{'░' * (30 - filled)} {text}   ", end="", file=sys.stderr, flush=True)
+        elif now >= self._told_at + 30:
+            self._told_at = now
+            print(text, file=sys.stderr, flush=True)
 
 
 # No cache, no capturing (children have no output at all), no report; plugins are imported here already, and say so.
