@@ -54,17 +54,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "duetime"
 SURVIVORS = Path(__file__).with_name("mutate_survivors.toml")
 
+
+def _unit(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/test_{name}.py" for name in names)
+
+
 _ENGINE = (
-    *(
-        f"tests/unit/test_{name}.py"
-        for name in ("cluster_rare", "engine_rare", "cases_engine", "owner", "lane", "flow")
-    ),
-    *(f"tests/unit/test_{name}.py" for name in ("membership", "forwarding", "status", "engine", "api", "telemetry")),
+    *_unit("cluster_rare", "engine_rare", "cases_engine", "owner", "lane", "flow", "membership", "forwarding"),
+    *_unit("status", "engine", "api", "telemetry"),
     *(f"tests/sim/test_{name}.py" for name in ("cases_cluster", "failover", "refused_forwards")),
 )
 _STORES = (
-    *(f"tests/unit/test_{name}.py" for name in ("fencing", "sessions", "sqlite_errors", "sqlite_file", "oracle_sql")),
-    "tests/unit/test_sqlserver_sql.py",
+    *_unit("fencing", "merging", "sessions", "sql_store", "sqlite_errors", "sqlite_file", "oracle_sql"),
+    *_unit("sqlserver_sql"),
     "tests/conformance/test_stores.py",
     "tests/sim/test_failover.py",
 )
@@ -72,17 +74,16 @@ _STORES = (
 # too many costs little: a mutant is run only against tests that execute its line. Modules not named here have the tests
 # of the engine and the file called like themselves.
 TESTS: dict[str, tuple[str, ...]] = {
-    "model": ("tests/unit/test_model.py", *_ENGINE, *_STORES),
-    "placement": ("tests/unit/test_placement.py", *_ENGINE),
-    "timetext": ("tests/unit/test_timetext.py", "tests/unit/test_config.py", "tests/unit/test_api.py"),
+    "model": (*_unit("model"), *_ENGINE, *_STORES),
+    "timetext": _unit("timetext", "config", "api"),
     "store": (*_ENGINE, *_STORES),
-    "api/peers": ("tests/unit/test_peers.py", *_ENGINE),
-    "peers": ("tests/unit/test_peers.py", *_ENGINE),
-    "peer_calls": ("tests/unit/test_peers.py", *_ENGINE),
-    "peer_wire": ("tests/unit/test_peers.py", *_ENGINE),
-    "wire": ("tests/unit/test_wire.py", "tests/unit/test_http_client.py", "tests/unit/test_http_server.py"),
-    "deliveries/egress": ("tests/unit/test_egress.py", "tests/unit/test_webhook.py"),
-    "deliveries/webhook": ("tests/unit/test_webhook.py", "tests/unit/test_egress.py", "tests/unit/test_signing.py"),
+    "api/peers": (*_unit("peers"), *_ENGINE),
+    "peers": (*_unit("peers"), *_ENGINE),
+    "peer_calls": (*_unit("peers"), *_ENGINE),
+    "peer_wire": (*_unit("peers"), *_ENGINE),
+    "wire": _unit("wire", "http_client", "http_server"),
+    "deliveries/egress": _unit("egress", "webhook"),
+    "deliveries/webhook": _unit("webhook", "egress", "signing"),
 }
 
 SURVIVED, BY_TESTS, BY_SIMULATOR = 0, 10, 11  # exit codes of the process of a mutant
@@ -270,9 +271,8 @@ class Mutation:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if self.failure:
             return True
-        files = {target.name: {str(ROOT / test) for test in target.tests} for target in self._targets}
-        for name, tests in files.items():
-            self._items[name] = [item for item in session.items if str(item.path) in tests]
+        for target in self._targets:
+            self._items[target.name] = [item for item in session.items if _is_one_of(item, target.tests)]
         paths = {str(target.path) for target in self._targets}
         functions = [thing for thing in gc.get_objects() if isinstance(thing, FunctionType)]
         self._functions = [function for function in functions if function.__code__.co_filename in paths]
@@ -374,7 +374,7 @@ class Mutation:
         elif items:
             limit(10.0)
             import_again(target, mutant)
-            nodes = sorted({str(item.path) for item in items})
+            nodes = [test for test in target.tests if any(_is_one_of(item, (test,)) for item in items)]
             wanted = {item.nodeid: seconds[item.nodeid] for item in items}
             if pytest.main([*PYTEST, *nodes], plugins=[InOrder(wanted)]) != pytest.ExitCode.OK:
                 os._exit(BY_TESTS)
@@ -406,6 +406,12 @@ class Mutation:
 # No cache, no capturing (children have no output at all), no report; plugins are imported here already, and say so.
 PYTEST = ["-qq", "-s", "-p", "no:cacheprovider", "--no-header", "--no-summary", "-c", str(ROOT / "pyproject.toml")]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+
+
+def _is_one_of(item: pytest.Item, tests: tuple[str, ...]) -> bool:
+    """`tests` are files, or tests in files as pytest names them: file::class::function."""
+    name = str(item.path) + item.nodeid[item.nodeid.index("::") :]
+    return any(name.startswith((f"{test}::", f"{test}[")) or name == test for test in tests)
 
 
 def _each_line(ranges: set[tuple[str, int, int]]) -> set[tuple[str, int]]:
@@ -542,8 +548,12 @@ def main() -> int:
     mutation = Mutation(targets, mutants, options.jobs, options.seeds)
     files = list(dict.fromkeys(test for target in targets for test in target.tests))
     code = pytest.main([*PYTEST, *files], plugins=[mutation])
-    if mutation.failure or not mutation.found:
-        print(f"the tests fail without a mutant:\n{mutation.failure or f'pytest ended with {code!r}'}", file=sys.stderr)
+    if code is pytest.ExitCode.INTERRUPTED:
+        return 130
+    if mutation.failure or code is not pytest.ExitCode.OK:
+        print(
+            f"the tests fail without a mutant:\n{mutation.failure or f'pytest ended with code {code}'}", file=sys.stderr
+        )
         return 2
     return 1 if report(mutation.found, read_judgements(options.survivors), whole=not options.lines) else 0
 
