@@ -8,12 +8,14 @@ RUN_READY := $(VENV)/.duetime-run
 DEV_READY := $(VENV)/.duetime-dev
 SEEDS ?= 200
 MINUTES ?= 10
+MODULES ?= shard lane
+JOBS ?= 2
 # The fast ones first, so that they fail first.
 TESTS := $(wildcard tests/unit tests/docs tests/conformance tests/sim tests/e2e)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test test-tidb check sim prove chaos format bench lock clean
+.PHONY: help demo serve test test-tidb check sim prove mutate chaos format bench lock clean
 
 help: ## list the targets
 	@echo "Duetime: a durable timer service. Targets:"; echo
@@ -44,6 +46,9 @@ sim: $(DEV_READY) ## play SEEDS=200 stories of the simulated cluster; a failing 
 
 prove: $(DEV_READY) ## seeds run, faults by kind, mutants caught, cases of the failure catalogue covered
 	$(BIN)/python scripts/prove.py --seeds $(SEEDS)
+
+mutate: $(DEV_READY) ## change single lines of MODULES="shard lane" and see whether a test fails (takes minutes)
+	$(BIN)/python -m scripts.mutate $(MODULES) --jobs $(JOBS)
 
 chaos: $(DEV_READY) ## three instances on a real PostgreSQL in a storm of faults for MINUTES=10, judged by the checker
 	DUETIME_CHAOS_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/e2e/test_cluster_chaos.py -k storm -s

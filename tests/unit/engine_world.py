@@ -37,7 +37,8 @@ class Destinations:
             raise ValueError("must be a URL")
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
-        pass
+        if "forbidden" in headers:
+            raise ValueError("must not set forbidden")
 
     def destination(self, url: str) -> str:
         return url.partition("?")[0]
