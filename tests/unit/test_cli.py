@@ -410,6 +410,21 @@ def test_the_configuration_in_force_is_shown_without_secrets(run: Run, monkeypat
     assert "DUETIME_STORE_URL" in run("config", "show", "--env")[1]
 
 
+def test_an_unknown_variable_is_warned_about_beside_the_configuration_and_by_the_doctor(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUETIME_STROE_URL", "hush")
+    monkeypatch.setenv("DUETIME_PORT", "tcp://10.0.0.11:8463")
+    warning = "unknown environment variable DUETIME_STROE_URL is ignored: did you mean DUETIME_STORE_URL?"
+    code, out, err = run("config", "show", "--json")
+    assert (code, err) == (0, f"warning: {warning}\n")
+    assert "warnings" not in json.loads(out)
+    findings = [json.loads(line) for line in run("doctor", "--store", "memory://", "--json")[1].splitlines()]
+    configuration = {finding["says"]: finding["verdict"] for finding in findings if finding["check"] == "configuration"}
+    assert configuration.pop(warning) == "note"
+    assert set(configuration.values()) == {"good"}
+
+
 def test_the_doctor_finds_nothing_wrong_with_a_good_server(at: Run, tmp_path: Path) -> None:
     code, out, _ = at("doctor", "--store", f"sqlite:///{tmp_path / 'x.db'}")
     assert code == 0, out
