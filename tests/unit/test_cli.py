@@ -466,8 +466,8 @@ def test_the_version_is_told(run: Run) -> None:
 # --- a process of its own: listen, demo, serve, pipes --------------------------------------------
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DUETIME_")}
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DUETIME_")} | variables
     return subprocess.Popen(
         [sys.executable, "-m", "duetime", *arguments],
         stdout=subprocess.PIPE,
@@ -545,6 +545,38 @@ def test_the_demo_shows_its_timers_and_ends_well() -> None:
     assert ["fired", "alarm"] not in lines
     assert "signature ok" in out
     assert "\033" not in out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [("SIGTERM", "receiver"), ("SIGTERM", "Serving until"), ("SIGHUP", "receiver"), ("SIGINT", "receiver")],
+)
+def test_a_signal_ends_the_demo_and_its_temporary_folder(number: str, line: str, tmp_path: Path) -> None:
+    with start("demo", "--port", "0", TMPDIR=str(tmp_path), PYTHONUNBUFFERED="1") as demo:
+        assert demo.stdout is not None
+        while line not in (said := demo.stdout.readline()):
+            assert said, "it ended by itself"
+        assert [path.name.startswith("duetime-demo-") for path in tmp_path.iterdir()] == [True]
+        demo.send_signal(signal.Signals[number])
+        out, err = demo.communicate(timeout=30)
+    assert (demo.returncode, err) == (0, ""), out
+    assert "the temporary store is gone" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_demo_started_by_nohup_goes_on_after_sighup(tmp_path: Path) -> None:
+    program = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from duetime.cli import main; main()"
+    command = [sys.executable, "-c", program, "demo", "--port", "0", "--exit"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as demo:
+        assert demo.stdout is not None
+        demo.stdout.readline()
+        demo.send_signal(signal.SIGHUP)
+        assert "silence" in demo.communicate(timeout=30)[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
