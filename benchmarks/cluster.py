@@ -26,7 +26,8 @@ from typing import Any
 
 from scripts.servers import Postgres, running
 
-from benchmarks.core import TARGET, cpu_seconds, machine, process, receiving, report, say, until_answers, wall_ms
+from benchmarks.checks import check_disk, until_answers
+from benchmarks.core import TARGET, cpu_seconds, machine, process, receiving, report, say, wall_ms
 from duetime.timetext import format_instant
 
 FIRST_PORT = 18_463
@@ -51,8 +52,8 @@ def instances(url: str, count: int, **settings: str) -> Iterator[list[subprocess
         for port in ports(count):
             environment = {"DUETIME_SERVER_LISTEN": f"127.0.0.1:{port}", "DUETIME_STORE_URL": url, **settings}
             servers.append(stack.enter_context(process("duetime", "serve", **environment)))
-        for port in ports(count):
-            until_answers(f"http://127.0.0.1:{port}/readyz")
+        for port, server in zip(ports(count), servers, strict=True):
+            until_answers(f"http://127.0.0.1:{port}/readyz", server)
         until_settled(count)
         yield servers
 
@@ -289,8 +290,8 @@ def many_shards(server: Postgres, shards: int, seconds: float) -> dict[str, Any]
             "serve",
             DUETIME_SERVER_LISTEN=f"127.0.0.1:{FIRST_PORT + 2}",
             DUETIME_STORE_URL=server.url(f"bench{_databases}"),
-        ):
-            until_answers(f"http://127.0.0.1:{FIRST_PORT + 2}/readyz")
+        ) as third:
+            until_answers(f"http://127.0.0.1:{FIRST_PORT + 2}/readyz", third)
             until_settled(3)
             third_seconds = time.perf_counter() - joined
         found = {
@@ -317,6 +318,7 @@ def main() -> None:
     result: dict[str, Any] = {**machine(), "postgres": options.postgres}
     with running(f"postgres{options.postgres}") as server:
         assert isinstance(server, Postgres)
+        check_disk(server.folder)
         if options.only in (None, "pgbench"):
             say("creates against pgbench's single-row inserts")
             result["against_pgbench"] = against_pgbench(server, server.folder, seconds, rounds)

@@ -26,6 +26,7 @@ from typing import Any
 
 import apsw
 
+from benchmarks.checks import check_disk, get, until_answers
 from duetime.model import Timer, shard_of, uuid_of
 from duetime.store import Batch, Claim
 from duetime.stores.sqlite import WRITER_PRAGMAS, SqliteStore
@@ -42,12 +43,6 @@ def say(text: str) -> None:
 
 def wall_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        body: bytes = answer.read()
-        return body
 
 
 @contextmanager
@@ -70,26 +65,15 @@ def serving(folder: Path, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
         **settings,
     }
     with process("duetime", "serve", **environment) as server:
-        until_answers(f"http://127.0.0.1:{PORT}/readyz")
+        until_answers(f"http://127.0.0.1:{PORT}/readyz", server)
         yield server
 
 
 @contextmanager
 def receiving() -> Iterator[None]:
-    with process("benchmarks.load", "receive", "--port", str(RECEIVER_PORT)):
-        until_answers(f"http://127.0.0.1:{RECEIVER_PORT}/reset")
+    with process("benchmarks.load", "receive", "--port", str(RECEIVER_PORT)) as receiver:
+        until_answers(f"http://127.0.0.1:{RECEIVER_PORT}/reset", receiver)
         yield
-
-
-def until_answers(url: str) -> None:
-    for _ in range(3_000):
-        try:
-            get(url)
-        except OSError:
-            time.sleep(0.01)
-        else:
-            return
-    raise RuntimeError(f"{url} does not answer")
 
 
 def report(*, reset: bool = True) -> dict[str, Any]:
@@ -372,6 +356,7 @@ def main() -> None:
         "sqlite": apsw.sqlite_lib_version(),
     }
     with tempfile.TemporaryDirectory() as name:
+        check_disk(Path(name))
 
         def folder(part: str) -> Path:
             path = Path(name) / part

@@ -24,8 +24,9 @@ from typing import Any
 
 from scripts.servers import Postgres, free_port, running
 
+from benchmarks.checks import check_disk, until_answers
 from benchmarks.drawing import dot, line, picture, text
-from duetime.http_client import HttpClient, HttpError
+from duetime.http_client import HttpClient
 from duetime.http_server import Request, Response, serve_http
 from duetime.model import shard_of
 from duetime.timetext import format_instant
@@ -85,17 +86,6 @@ def serve(folder: Path, url: str, port: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
-async def until_ready(http: HttpClient, port: int) -> None:
-    for _ in range(600):
-        try:
-            if (await http.request("GET", f"http://127.0.0.1:{port}/readyz", timeout_ms=1_000)).status == 200:
-                return
-        except HttpError:
-            pass
-        await asyncio.sleep(0.05)
-    raise RuntimeError(f"the instance on port {port} is not ready")
-
-
 async def owners(database: Postgres, name: str) -> dict[int, str]:
     sql = "SELECT shard_id, shard_owner_address FROM shards"
     rows = (await asyncio.to_thread(database.query, sql, name)).splitlines()
@@ -121,7 +111,7 @@ async def measure(database: Postgres, number: int, folder: Path) -> dict[str, An
     try:
         for port in ports:
             processes.append(serve(folder, database.url(name), port))
-            await until_ready(http, port)
+            await asyncio.to_thread(until_answers, f"http://127.0.0.1:{port}/readyz", processes[-1])
         await until_even(database, name)
         timers = Timers(wall_ms() + 4_000)
         receiver = await serve_http(
@@ -238,6 +228,7 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     with running("postgres18") as database, tempfile.TemporaryDirectory() as folder:
         assert isinstance(database, Postgres)
+        check_disk(database.folder)
         for number in range(options.runs):
             run = asyncio.run(measure(database, number, Path(folder)))
             runs.append(run)

@@ -6,7 +6,7 @@ unkind to all; the best round of each counts, and processor time per request tel
 second where others share the cores. `api` is our server with the whole API in front of a service
 that does nothing: routing, decoding and encoding of a create included.
 
-    python benchmarks/http_servers.py [--rounds 3] [--seconds 3] [--connections 32]
+    python -m benchmarks.http_servers [--rounds 3] [--seconds 3] [--connections 32]
 
 Needs `uvicorn` and `granian` (pip) for their rows; missing ones are left out. Prints JSON.
 """
@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.checks import check_own
 from duetime.api.app import Api
 from duetime.config import load_config
 from duetime.http_server import Request, Response, serve_http
@@ -106,19 +107,20 @@ def serve(name: str, port: int) -> None:
 
 
 def command(name: str, port: int) -> list[str]:
-    here = Path(__file__)
+    root = str(Path(__file__).parents[1])
     if name == "uvicorn":
         return [
-            *(sys.executable, "-m", "uvicorn", f"{here.stem}:app", "--app-dir", str(here.parent), "--port", str(port)),
+            *(sys.executable, "-m", "uvicorn", "benchmarks.http_servers:app", "--app-dir", root, "--port", str(port)),
             *("--loop", "uvloop", "--http", "httptools", "--no-access-log", "--log-level", "error"),
         ]
     if name == "granian":
         return [
-            *(sys.executable, "-m", "granian", f"{here.stem}:app", "--interface", "asgi", "--port", str(port)),
+            *(sys.executable, "-m", "granian", "benchmarks.http_servers:app", "--interface", "asgi"),
+            *("--port", str(port)),
             *("--workers", "1", "--loop", "uvloop", "--no-access-log", "--log-level", "error"),
-            *("--working-dir", str(here.parent)),
+            *("--working-dir", root),
         ]
-    return [sys.executable, str(here), "--serve", name, "--port", str(port)]
+    return [sys.executable, "-m", "benchmarks.http_servers", "--serve", name, "--port", str(port)]
 
 
 # --- load ----------------------------------------------------------------------------------------
@@ -199,6 +201,7 @@ def measured(name: str, seconds: int, connections: int) -> tuple[float, float]:
     process = subprocess.Popen(command(name, port))
     try:
         wait_for(port)
+        check_own(process, port)
         load(port, 1, connections)  # warm up
         before = cpu_seconds(process.pid)
         rate = load(port, seconds, connections)

@@ -1,6 +1,6 @@
 """How much of SQLite's speed is left by SqliteStore? Bare batched inserts against commits, side by side.
 
-    python benchmarks/store_commit.py [--rows 40000] [--dir DIRECTORY]
+    python -m benchmarks.store_commit [--rows 40000] [--dir DIRECTORY]
 
 Prints JSON: rows per second by batch size, with the event loop idle and with it busy. "bare" is a loop of
 BEGIN IMMEDIATE, insert, COMMIT in the main thread into the same schema with the same pragmas: once with
@@ -23,6 +23,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checks import check_disk
 from duetime.model import BEFORE_ALL, Timer, shard_of
 from duetime.store import Batch, Claim, Fence, Stretch
 from duetime.stores import sqlite_file, sqlite_sql
@@ -176,6 +177,7 @@ def main() -> None:
     parser.add_argument("--dir", default=tempfile.gettempdir())
     parser.add_argument("--switch-interval-ms", type=float, default=0.5, help="what `duetime serve` sets")
     options = parser.parse_args()
+    check_disk(Path(options.dir))
     sys.setswitchinterval(options.switch_interval_ms / 1_000)
     print(json.dumps(measure(options.rows, options.dir), indent=2))
 

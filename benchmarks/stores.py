@@ -28,6 +28,7 @@ from typing import Any
 
 from scripts.servers import ServerError, running
 
+from benchmarks.checks import check_disk
 from benchmarks.core import machine, say
 from benchmarks.drawing import dot, line, picture, text
 from duetime.model import BEFORE_ALL, Timer, shard_of
@@ -46,9 +47,11 @@ def place_for(name: str) -> Iterator[str]:
     """The URL of an empty store."""
     if name == "sqlite":
         with tempfile.TemporaryDirectory() as folder:
+            check_disk(Path(folder))
             yield f"sqlite:///{folder}/bench.db"
     else:
         with running(name) as server:
+            check_disk(server.folder)
             server.make_database("bench")
             yield server.url("bench")
 

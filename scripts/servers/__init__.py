@@ -16,7 +16,7 @@ from .ministack import Ministack
 from .mongodb import MongoDb
 from .mysql import MariaDb, MySql, MySqlLike, TiDb
 from .postgres import PgBouncer, Postgres, Postgres15, Postgres18
-from .server import Server, ServerError, free_port
+from .server import Server, ServerError, free_port, listens
 from .toxiproxy import Link, Toxiproxy
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "TiDb",
     "Toxiproxy",
     "free_port",
+    "listens",
     "new_server",
     "running",
 ]

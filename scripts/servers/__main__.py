@@ -1,4 +1,7 @@
-"""Starts and stops real servers from a shell. `up` leaves them running and notes them, so that `down` finds them."""
+"""Starts and stops real servers from a shell. `up` leaves them running and notes them, so that `down` finds them.
+
+The notes are kept for each checkout apart: `down` ends only what `up` started from the same checkout.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ import msgspec
 from . import SERVERS, Server, ServerError, new_server
 from .install import cache_folder
 
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _EXAMPLES = """\
 examples:
   python -m scripts.servers up postgres18             start it; prints its URL and pid. Data go when it goes down
@@ -26,7 +32,7 @@ examples:
   python -m scripts.servers up cassandra mongodb ministack
                                                       Cassandra needs Java 17 and Maven
   python -m scripts.servers status                    what is up
-  python -m scripts.servers down                      all of them (or name some)
+  python -m scripts.servers down                      all of them (or name some); not those of another checkout
 
 Each runs on 127.0.0.1, on a free port, with a folder of its own. Programs that are missing are installed: PostgreSQL
 15, PgBouncer and MariaDB as Debian packages (needs root), PostgreSQL 18, MongoDB and Ministack (an imitation of
@@ -65,10 +71,9 @@ def notes() -> dict[str, Note]:
     return {file.stem: msgspec.json.decode(file.read_bytes(), type=Note) for file in files}
 
 
-def _notes_folder() -> Path:
-    folder = cache_folder() / "up"
-    folder.mkdir(exist_ok=True)
-    return folder
+def _notes_folder(checkout: Path = _CHECKOUT) -> Path:
+    digest = blake2b(str(checkout).encode(), digest_size=8).hexdigest()
+    return cache_folder() / "up" / f"{checkout.name}-{digest}"
 
 
 def up(names: list[str], options: argparse.Namespace) -> int:
@@ -107,7 +112,9 @@ def _note(server: Server) -> None:
         folder=str(server.folder),
         owns_folder=server.owns_folder,
     )
-    (_notes_folder() / f"{server.name}.json").write_bytes(msgspec.json.encode(note))
+    folder = _notes_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{server.name}.json").write_bytes(msgspec.json.encode(note))
 
 
 def down(names: list[str]) -> int:
@@ -123,6 +130,8 @@ def down(names: list[str]) -> int:
             shutil.rmtree(note.folder, ignore_errors=True)
         (_notes_folder() / f"{name}.json").unlink()
         print(f"{name} is down" + ("" if note.owns_folder else f"; its data are in {note.folder}"))
+    with suppress(OSError):  # not empty, or not there
+        _notes_folder().rmdir()
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .install import CannotInstall, cache_folder, debian_package, debian_root, go_build, go_source, maven_file, once
-from .server import Server
+from .server import Server, listens
 
 __all__ = ["MariaDb", "MySql", "MySqlLike", "TiDb"]
 
@@ -42,7 +42,7 @@ class MySqlLike(Server):
 
     def is_ready(self) -> bool:
         """It greets, and it is no other server that was quicker to take the port."""
-        return _listens(self.pid, self.port) and _greets(self.port)
+        return listens(self.pid, self.port) and _greets(self.port)
 
     def url(self, database: str = "test") -> str:
         return f"mysql://root@127.0.0.1:{self.port}/{database or 'test'}"
@@ -296,20 +296,6 @@ def _build_tidb(folder: Path) -> None:
 
 
 # --- whether they are there ----------------------------------------------------------------------
-
-
-def _listens(pid: int, port: int) -> bool:
-    """Whether it is this process that listens there, by Linux."""
-    try:
-        listeners = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-        ours = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended, or closed a file
-        return False
-    listening = "0A"
-    return any(
-        fields[1].endswith(f":{port:04X}") and fields[3] == listening and f"socket:[{fields[9]}]" in ours
-        for fields in listeners
-    )
 
 
 def _greets(port: int) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Self
 
-__all__ = ["Server", "ServerError", "free_port", "open_to_all"]
+__all__ = ["Server", "ServerError", "free_port", "listens", "open_to_all"]
 
 # Servers refuse to run as root, and need none of its rights.
 STEP_DOWN_TO = "nobody"
@@ -330,6 +330,20 @@ def answers(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether it is this process that listens there, by Linux."""
+    try:
+        listeners = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        ours = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended, or closed a file
+        return False
+    listening = "0A"
+    return any(
+        fields[1].endswith(f":{port:04X}") and fields[3] == listening and f"socket:[{fields[9]}]" in ours
+        for fields in listeners
+    )
 
 
 def open_to_all(folder: Path) -> bool:

@@ -31,7 +31,7 @@ from duetime.sockets import bind_sockets
 from duetime.store import Store, open_store
 from duetime.telemetry import Telemetry, log, set_up_logging
 
-__all__ = ["READY", "App", "Worker", "bind_listener", "own_address", "run"]
+__all__ = ["READY", "App", "Worker", "bind_listener", "log_warnings", "own_address", "run"]
 
 READY: Final = b"R"  # what a worker says to its parent when it serves
 
@@ -229,10 +229,18 @@ def run(config: Config, worker: Worker | None = None) -> int:
     Alone: until SIGTERM or SIGINT, a second one ends at once. A worker: until SIGTERM or the end of its line.
     """
     set_up_logging(config.log.level, config.log.format, worker=None if worker is None else worker.number)
+    if worker is None:  # else the parent has said it, once for all its workers
+        log_warnings(config)
     # The writer thread must not wait 5 ms for the event loop to hand it the interpreter after each statement.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, worker))
+
+
+def log_warnings(config: Config) -> None:
+    """What was found wrong while the configuration was loaded, when there was no log yet."""
+    for warning in config.warnings:
+        log.warning("%s", warning)
 
 
 async def _serve(config: Config, worker: Worker | None) -> int:

@@ -1,11 +1,13 @@
 """One frozen Config: defaults, then a TOML file, then the environment, then flags.
 
 `config.default.toml` beside this file is the reference: it names every key with its default, and it is
-read at start, so it cannot drift. Unknown keys and wrong types are errors that name the path.
+read at start, so it cannot drift. Unknown keys and wrong types are errors that name the path. An unknown
+environment variable is a warning: others set variables too, such as Kubernetes for a service named duetime.
 """
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import re
@@ -22,10 +24,22 @@ from duetime.errors import SetupError
 from duetime.model import SHARDS_MAX
 from duetime.timetext import format_duration, parse_duration
 
-__all__ = ["Config", "load_config", "shown", "split_advertise"]
+__all__ = ["SECTIONS", "Config", "load_config", "shown", "split_advertise"]
 
 # Read by the command line and the clients, not settings of the server.
 _CLIENT_VARIABLES = frozenset({"DUETIME_URL", "DUETIME_TOKEN", "DUETIME_CONFIG"})
+
+# Kubernetes sets these for each service of the namespace: name, then value. The values are part of the shape, because
+# DUETIME_PORT=8463 is somebody's mistake. The services in question are named duetime or duetime-something.
+_KUBERNETES_ADDRESS = r"(?:tcp|udp|sctp)://\S+"
+_KUBERNETES_VARIABLES = re.compile(
+    r"DUETIME_(?:[A-Z0-9_]+_)?(?:"
+    r"SERVICE_HOST=[0-9A-Fa-f.:]+"
+    r"|SERVICE_PORT(?:_[A-Z0-9_]+)?=\d+"
+    rf"|PORT={_KUBERNETES_ADDRESS}"
+    rf"|PORT_\d+_(?:TCP|UDP|SCTP)(?:={_KUBERNETES_ADDRESS}|_PROTO=(?:tcp|udp|sctp)|_PORT=\d+|_ADDR=[0-9A-Fa-f.:]+)"
+    r")"
+)
 
 
 class Duration:
@@ -135,6 +149,10 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     limits: Limits
     auth: Auth
     log: Log
+    warnings: tuple[str, ...] = ()  # found while loading, before there is a log: for whoever starts to write one
+
+
+SECTIONS = tuple(field for field in Config.__struct_fields__ if field != "warnings")
 
 
 def load_config(
@@ -148,7 +166,8 @@ def load_config(
     settings: dict[str, Any] = tomllib.loads(text)
     if file is not None:
         _merge(settings, _read_file(Path(file)), str(file))
-    _merge(settings, _from_environment(settings, environ), "the environment")
+    changes, warnings = _from_environment(settings, environ)
+    _merge(settings, changes, "the environment")
     for path, value in (flags or {}).items():
         section, _, key = path.partition(".")
         _merge(settings, {section: {key: value}}, "flags")
@@ -159,13 +178,13 @@ def load_config(
         message, _, path = str(error).partition(" - at `$.")
         raise SetupError(f"configuration: {path.rstrip('`') or 'top level'}: {message}") from None
     _check(config)
-    return config
+    return msgspec.structs.replace(config, warnings=warnings)
 
 
 def shown(config: Config) -> str:
     """The configuration as TOML, secrets redacted; without secrets, a file that loads to the same Config."""
     lines: list[str] = []
-    for section in config.__struct_fields__:
+    for section in SECTIONS:
         lines.append(f"[{section}]")
         part = getattr(config, section)
         lines.extend(f"{key} = {_toml(_redacted(key, getattr(part, key)))}" for key in part.__struct_fields__)
@@ -217,17 +236,29 @@ def _merge(settings: dict[str, Any], changes: dict[str, Any], source: str) -> No
             settings[section][key] = value
 
 
-def _from_environment(settings: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_environment(settings: dict[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings it holds, and a warning for each variable that looks like a setting and is none."""
     paths = {f"DUETIME_{s}_{k}".upper(): (s, k) for s, keys in settings.items() for k in keys}
     changes: dict[str, Any] = {}
+    warnings: list[str] = []
     for name, text in environ.items():
         if not name.startswith("DUETIME_") or name in _CLIENT_VARIABLES:
             continue
-        if name not in paths:
-            raise SetupError(f"the environment: unknown variable {name}; `duetime config show --env` lists them")
-        section, key = paths[name]
-        changes.setdefault(section, {})[key] = _typed(name, text, settings[section][key])
-    return changes
+        if name in paths:
+            section, key = paths[name]
+            changes.setdefault(section, {})[key] = _typed(name, text, settings[section][key])
+        elif _KUBERNETES_VARIABLES.fullmatch(f"{name}={text}") is None:
+            warnings.append(_unknown_variable(name, [*paths, *_CLIENT_VARIABLES]))
+    return changes, tuple(warnings)
+
+
+def _unknown_variable(name: str, known: list[str]) -> str:
+    """The value is left out: it may be a secret."""
+    # Compared without the prefix they all share, which would make any two of them look alike.
+    endings = [other.removeprefix("DUETIME_") for other in known]
+    nearest = difflib.get_close_matches(name.removeprefix("DUETIME_"), endings, n=1)
+    hint = f"did you mean DUETIME_{nearest[0]}?" if nearest else "`duetime config show --env` lists the known ones"
+    return f"unknown environment variable {name} is ignored: {hint}"
 
 
 def _typed(name: str, text: str, default: Any) -> Any:

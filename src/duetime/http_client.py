@@ -166,7 +166,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
         if self._waiter is not None:
-            if self._headers_done and not self._has_length():
+            if self._headers_done and not self._has_length() and error is None:
                 self._finish(self._read_answer())  # a body without a length ends with its connection
             elif self._wire_bytes:
                 self.fail("connection closed in the middle of the answer")

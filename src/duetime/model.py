@@ -359,6 +359,7 @@ class Outcome(Struct, frozen=True, gc=False):
     body: bytes = b""
     retry_after_ms: int | None = None
     error: str | None = None
+    truncated: bool = False  # there was more body than `body` holds
 
 
 class Settlement(Struct, frozen=True, gc=False):
@@ -377,6 +378,7 @@ class _Answer(Struct, gc=False):
 _RETRIED_STATUSES = frozenset({408, 425, 429})
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 RETRY_AFTER_MAX_MS = HOUR_MS
+ANSWER_BYTES_MAX = 64 * 1024  # of a receiver's answer; a longer one is cut
 ERROR_CHARS_MAX = 500
 
 
@@ -407,7 +409,7 @@ def settle(
 
 
 def _settle_success(timer: Timer, outcome: Outcome, namespace: Namespace, now_ms: int, jitter: float) -> Settlement:
-    ok, next_at_ms, problem = read_answer(outcome.body)
+    ok, next_at_ms, problem = read_answer(outcome.body, truncated=outcome.truncated)
     if ok is None and problem is None:
         if namespace.require_ok:
             problem = 'the namespace demands {"ok": true}, the answer has no "ok"'
@@ -426,9 +428,13 @@ def _settle_success(timer: Timer, outcome: Outcome, namespace: Namespace, now_ms
     return _retry(timer, namespace, now_ms, jitter, outcome.retry_after_ms, 'answered "ok": false')
 
 
-def read_answer(body: bytes) -> tuple[bool | None, int | None, str | None]:
+def read_answer(body: bytes, *, truncated: bool = False) -> tuple[bool | None, int | None, str | None]:
     """(ok, next time, problem) of a 2xx body. Anything that is not a JSON object says nothing."""
-    if body.lstrip()[:1] != b"{":
+    first = body.lstrip()[:1]
+    if truncated and first in (b"{", b""):
+        # The part that was not read may say "ok": false; after blanks alone, it may also be a whole object.
+        return None, None, f"the answer is larger than {ANSWER_BYTES_MAX} bytes and cannot be judged"
+    if first != b"{":
         return None, None, None
     try:
         answer = _decode_answer(body)

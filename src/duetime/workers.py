@@ -27,7 +27,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from duetime.api.auth import check_binding
-from duetime.app import READY, Worker, bind_listener, run, shown_store, worker_listen
+from duetime.app import READY, Worker, bind_listener, log_warnings, run, shown_store, worker_listen
 from duetime.clock import SystemClock
 from duetime.config import Config
 from duetime.errors import DuetimeError, SetupError
@@ -54,6 +54,7 @@ def run_workers(config: Config) -> int:
     _check_store(config)
     held = _hold_ports(config)
     set_up_logging(config.log.level, config.log.format)
+    log_warnings(config)
     host = config.server.listen.rpartition(":")[0]
     listen = f"{host}:{held[0].getsockname()[1]}"
     config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, listen=listen))

@@ -244,14 +244,15 @@ def two_free_ports() -> tuple[int, int]:
             return first, first + 1
 
 
-async def test_what_no_worker_can_start_with_is_said_once(tmp_path: Path) -> None:
+async def test_what_is_wrong_with_the_configuration_is_said_once_for_all_workers(tmp_path: Path) -> None:
     url = await asyncio.to_thread(lambda: fresh_database(postgres(15)))
-    server = Workers(tmp_path, arguments=WORKERS, store_url=url)
+    server = Workers(tmp_path, arguments=WORKERS, store_url=url, DUETIME_SERVER_LISEN="x")
     try:
         await server.start()
         assert await server.stop() == 0
     finally:
         await server.close()
+    assert server.log.read_text().count("unknown environment variable DUETIME_SERVER_LISEN") == 1
     arguments = ("--workers", "2", "--store", url, "--listen", f"127.0.0.1:{free_port()}")
     wrong = {"DUETIME_NAMESPACES_DEFAULT_NUM_SHARDS": "7"}
     code, said = await asyncio.to_thread(lambda: serve_in_vain(*arguments, **wrong))

@@ -410,6 +410,21 @@ def test_the_configuration_in_force_is_shown_without_secrets(run: Run, monkeypat
     assert "DUETIME_STORE_URL" in run("config", "show", "--env")[1]
 
 
+def test_an_unknown_variable_is_warned_about_beside_the_configuration_and_by_the_doctor(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUETIME_STROE_URL", "hush")
+    monkeypatch.setenv("DUETIME_PORT", "tcp://10.0.0.11:8463")
+    warning = "unknown environment variable DUETIME_STROE_URL is ignored: did you mean DUETIME_STORE_URL?"
+    code, out, err = run("config", "show", "--json")
+    assert (code, err) == (0, f"warning: {warning}\n")
+    assert "warnings" not in json.loads(out)
+    findings = [json.loads(line) for line in run("doctor", "--store", "memory://", "--json")[1].splitlines()]
+    configuration = {finding["says"]: finding["verdict"] for finding in findings if finding["check"] == "configuration"}
+    assert configuration.pop(warning) == "note"
+    assert set(configuration.values()) == {"good"}
+
+
 def test_the_doctor_finds_nothing_wrong_with_a_good_server(at: Run, tmp_path: Path) -> None:
     code, out, _ = at("doctor", "--store", f"sqlite:///{tmp_path / 'x.db'}")
     assert code == 0, out
@@ -451,8 +466,8 @@ def test_the_version_is_told(run: Run) -> None:
 # --- a process of its own: listen, demo, serve, pipes --------------------------------------------
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DUETIME_")}
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DUETIME_")} | variables
     return subprocess.Popen(
         [sys.executable, "-m", "duetime", *arguments],
         stdout=subprocess.PIPE,
@@ -530,6 +545,38 @@ def test_the_demo_shows_its_timers_and_ends_well() -> None:
     assert ["fired", "alarm"] not in lines
     assert "signature ok" in out
     assert "\033" not in out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [("SIGTERM", "receiver"), ("SIGTERM", "Serving until"), ("SIGHUP", "receiver"), ("SIGINT", "receiver")],
+)
+def test_a_signal_ends_the_demo_and_its_temporary_folder(number: str, line: str, tmp_path: Path) -> None:
+    with start("demo", "--port", "0", TMPDIR=str(tmp_path), PYTHONUNBUFFERED="1") as demo:
+        assert demo.stdout is not None
+        while line not in (said := demo.stdout.readline()):
+            assert said, "it ended by itself"
+        assert [path.name.startswith("duetime-demo-") for path in tmp_path.iterdir()] == [True]
+        demo.send_signal(signal.Signals[number])
+        out, err = demo.communicate(timeout=30)
+    assert (demo.returncode, err) == (0, ""), out
+    assert "the temporary store is gone" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_demo_started_by_nohup_goes_on_after_sighup(tmp_path: Path) -> None:
+    program = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from duetime.cli import main; main()"
+    command = [sys.executable, "-c", program, "demo", "--port", "0", "--exit"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as demo:
+        assert demo.stdout is not None
+        demo.stdout.readline()
+        demo.send_signal(signal.SIGHUP)
+        assert "silence" in demo.communicate(timeout=30)[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from duetime.config import Config, Token, load_config, shown
+from duetime.config import SECTIONS, Config, Token, load_config, shown
 from duetime.errors import SetupError
 
 SHA256 = "0123456789abcdef" * 4
@@ -84,9 +84,6 @@ class TestUnknownKeys:
     def test_a_section_that_is_a_value_is_told_so(self, tmp_path: Path) -> None:
         assert "store must be a section, written [store]" in refusal('store = "memory://"', tmp_path)
 
-    def test_in_the_environment_are_named(self) -> None:
-        assert "unknown variable DUETIME_STORE_URLL" in refusal(environ={"DUETIME_STORE_URLL": "x"})
-
     def test_in_flags_are_named(self) -> None:
         assert "unknown key store.urll" in refusal(store__urll="x")
         assert "unknown section [stoer]" in refusal(stoer__url="x")
@@ -96,6 +93,79 @@ class TestUnknownKeys:
         message = refusal(f'[[auth.tokens]]\nname = "a"\nsha256 = "{SHA256}"\nverb = ["read"]', tmp_path)
         assert "auth.tokens[0]" in message
         assert "`verb`" in message
+
+
+def warnings(environ: dict[str, str]) -> tuple[str, ...]:
+    return loaded(environ=environ).warnings
+
+
+class TestUnknownVariables:
+    def test_a_misspelt_one_is_a_warning_that_names_the_setting_it_resembles(self) -> None:
+        config = loaded(environ={"DUETIME_STROE_URL": "postgresql://me:hush@db/x", "DUETIME_LOG_LEVEL": "debug"})
+        assert config.warnings == (
+            "unknown environment variable DUETIME_STROE_URL is ignored: did you mean DUETIME_STORE_URL?",
+        )
+        assert (config.store.url, config.log.level) == (loaded().store.url, "debug")
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("DUETIME_STORE_URLL", "DUETIME_STORE_URL"),
+            ("DUETIME_STORE", "DUETIME_STORE_URL"),
+            ("DUETIME_LISTEN", "DUETIME_SERVER_LISTEN"),
+            ("DUETIME_AUTH_TOKEN", "DUETIME_AUTH_TOKENS"),
+            ("DUETIME_TOKE", "DUETIME_TOKEN"),
+        ],
+    )
+    def test_the_nearest_setting_is_suggested(self, name: str, meant: str) -> None:
+        assert f"did you mean {meant}?" in warnings({name: "x"})[0]
+
+    def test_one_that_resembles_nothing_is_a_warning_without_a_suggestion(self) -> None:
+        assert warnings({"DUETIME_QQQ": "x"}) == (
+            "unknown environment variable DUETIME_QQQ is ignored: `duetime config show --env` lists the known ones",
+        )
+
+    def test_each_has_a_warning(self) -> None:
+        assert len(warnings({"DUETIME_QQQ": "x", "DUETIME_LOG_LEVLE": "debug"})) == 2
+
+    def test_settings_and_variables_of_clients_and_of_others_have_none(self) -> None:
+        assert warnings({"DUETIME_URL": "x", "DUETIME_TOKEN": "x", "PATH": "x", "DUETIME_LOG_LEVEL": "error"}) == ()
+
+    @pytest.mark.parametrize("service", ["DUETIME", "DUETIME_API", "DUETIME_SERVER", "DUETIME_STORE_2"])
+    @pytest.mark.parametrize(("address", "host"), [("10.0.0.11", "10.0.0.11"), ("fd00::b", "[fd00::b]")])
+    def test_what_kubernetes_sets_for_services_is_ignored(self, service: str, address: str, host: str) -> None:
+        of_service = {
+            "SERVICE_HOST": address,
+            "SERVICE_PORT": "8463",
+            "SERVICE_PORT_HTTP": "8463",
+            "SERVICE_PORT_GRPC_WEB2": "50051",
+            "PORT": f"tcp://{host}:8463",
+            "PORT_8463_TCP": f"tcp://{host}:8463",
+            "PORT_8463_TCP_PROTO": "tcp",
+            "PORT_8463_TCP_PORT": "8463",
+            "PORT_8463_TCP_ADDR": address,
+            "PORT_53_UDP": f"udp://{host}:53",
+            "PORT_53_UDP_PROTO": "udp",
+            "PORT_53_UDP_PORT": "53",
+            "PORT_53_UDP_ADDR": address,
+        }
+        assert warnings({f"{service}_{name}": value for name, value in of_service.items()}) == ()
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("DUETIME_PORT", "8463"),  # somebody thinks that it sets the port
+            ("DUETIME_SERVER_PORT", "8463"),
+            ("DUETIME_SERVICE_HOST", "duetime.example"),
+            ("DUETIME_SERVICE_PORT", "http"),
+            ("DUETIME_PORTS", "tcp://10.0.0.11:8463"),
+            ("DUETIME_PORT_8463", "tcp://10.0.0.11:8463"),
+            ("DUETIME_PORT_8463_TCP_TIMEOUT", "5"),
+            ("DUETIMEX_SERVICE_HOST_", "10.0.0.11"),
+        ],
+    )
+    def test_what_only_looks_like_it_is_a_warning(self, name: str, value: str) -> None:
+        assert len(warnings({name: value})) == name.startswith("DUETIME_")
 
 
 class TestWrongValues:
@@ -255,7 +325,7 @@ class TestReference:
         text = files("duetime").joinpath("config.default.toml").read_text("utf-8")
         in_file = {section: set(keys) for section, keys in tomllib.loads(text).items()}
         config = loaded()
-        in_code = {name: set(getattr(config, name).__struct_fields__) for name in config.__struct_fields__}
+        in_code = {name: set(getattr(config, name).__struct_fields__) for name in SECTIONS}
         assert in_file == in_code
 
     def test_every_key_of_a_token_is_explained(self) -> None:
@@ -265,5 +335,5 @@ class TestReference:
 
     def test_no_two_settings_share_a_variable(self) -> None:
         config = loaded()
-        names = [f"{s}_{k}" for s in config.__struct_fields__ for k in getattr(config, s).__struct_fields__]
+        names = [f"{s}_{k}" for s in SECTIONS for k in getattr(config, s).__struct_fields__]
         assert len(names) == len(set(names))

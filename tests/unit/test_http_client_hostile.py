@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -247,6 +249,18 @@ async def test_a_connection_closed_in_the_middle_of_the_answer_is_an_error_and_n
         error = await failure(client, server)
         assert error.reason == "connection closed in the middle of the answer"
         assert len(server.requests) == 2
+
+
+async def test_a_body_without_a_length_whose_connection_is_reset_is_not_taken_for_whole(client: HttpClient) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await server.read_request(reader)
+        writer.write(b'HTTP/1.1 200 OK\r\n\r\n{"ok": true, ')
+        # A linger time of zero makes the close a reset.
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async with serving(handler) as server:
+        error = await failure(client, server)
+        assert error.sent
 
 
 async def test_nobody_listening_is_an_error_before_anything_was_sent(client: HttpClient) -> None:

@@ -65,10 +65,11 @@ TIMER = Timer(
 )
 
 
-def answered(status: int, body: str | bytes = b"", retry_after_ms: int | None = None) -> Outcome:
-    return Outcome(
-        Contact.ANSWERED, status, body.encode() if isinstance(body, str) else body, retry_after_ms=retry_after_ms
-    )
+def answered(
+    status: int, body: str | bytes = b"", retry_after_ms: int | None = None, *, truncated: bool = False
+) -> Outcome:
+    raw = body.encode() if isinstance(body, str) else body
+    return Outcome(Contact.ANSWERED, status, raw, retry_after_ms=retry_after_ms, truncated=truncated)
 
 
 def settled(
@@ -155,6 +156,11 @@ RETRIES = [
     ("an ok that is neither true nor false is retried", answered(200, '{"ok":"yes"}')),
     ("an ok of null is retried", answered(200, '{"ok":null}')),
     ("a next time that is not a string is retried", answered(200, '{"ok":true,"nextExecuteAt":5}')),
+    ("an object that was cut is retried", answered(200, '{"filler":"' + "x" * 100, truncated=True)),
+    ("an object that was cut after its ok is retried", answered(200, '{"ok":true,"filler":"x', truncated=True)),
+    ("an object cut right after its end is retried", answered(200, '\n {"ok":true}', truncated=True)),
+    ("blanks that were cut are retried", answered(200, " \r\n" * 10, truncated=True)),
+    ("an answer cut before its first byte is retried", answered(200, truncated=True)),
     ("a next time without an offset is retried", answered(200, '{"ok":true,"nextExecuteAt":"2027-01-01"}')),
 ]
 DELIVERED = [
@@ -163,7 +169,8 @@ DELIVERED = [
     ("299 is delivered", answered(299)),
     ("a body that is not JSON is delivered", answered(200, "thanks")),
     ("a body that is broken JSON is delivered", answered(200, '{"ok":')),
-    ("a body cut off at the limit is delivered", answered(200, '{"ok":false,"filler":"' + "x" * 100)),
+    ("a page of HTML that was cut is delivered", answered(200, "<html>" + "x" * 100, truncated=True)),
+    ("JSON that is not an object and was cut is delivered", answered(200, "[1, 2", truncated=True)),
     ("a body that is not UTF-8 is delivered", answered(200, b'{"a":"\xff"}')),
     ("JSON that is not an object is delivered", answered(200, "[false]")),
     ("JSON without ok is delivered", answered(200, '{"status":"fine"}')),
@@ -257,6 +264,27 @@ class TestSettleTable:
         assert settlement.rearmed is not None
         assert settlement.rearmed.attempts == 1
         assert "demands" in str(settlement.rearmed.extras.last_error)
+
+    def test_a_namespace_that_demands_ok_does_not_take_an_answer_that_was_cut(self) -> None:
+        for body in ("<html>", '{"ok":true}'):
+            settlement = settled(answered(200, body, truncated=True), namespace=STRICT)
+            assert (settlement.reached, settlement.succeeded) == (None, False)
+            assert settlement.rearmed is not None
+
+    def test_an_answer_that_cannot_be_judged_is_retried_by_the_policy_and_names_the_limit(self) -> None:
+        outcome = answered(200, '{"ok":true,"filler":"x', retry_after_ms=7_000, truncated=True)
+        retried = settled(outcome).rearmed
+        assert retried is not None
+        assert retried.execute_at_ms == NOW_MS + 7_000
+        assert retried.extras.last_error == "the answer is larger than 65536 bytes and cannot be judged"
+        ended = settled(outcome, replace(TIMER, retry_policy=RetryPolicy(max_retries=0))).reached
+        assert ended is not None
+        assert ended.ending is Ending.FAILED
+
+    @pytest.mark.parametrize(("status", "ending"), [(404, Ending.FAILED), (500, None)])
+    def test_a_cut_answer_of_another_status_is_judged_by_the_status(self, status: int, ending: Ending | None) -> None:
+        reached = settled(answered(status, '{"ok":true,"fil', truncated=True)).reached
+        assert (reached and reached.ending) is ending
 
     def test_a_namespace_that_demands_ok_takes_it(self) -> None:
         assert settled(answered(200, '{"ok":true}'), namespace=STRICT).succeeded

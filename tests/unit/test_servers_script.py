@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 from scripts.servers import Cassandra, MongoDb, MySqlLike, Postgres, Server, ServerError, TiDb
 
+from duetime.store import open_store
 from servers import at_port, fresh_database, own, postgres, require
 
 ROOT = Path(__file__).parents[2]
@@ -342,10 +345,10 @@ def test_toxiproxy_slows_cuts_and_mends_a_link() -> None:
 # --- from a shell --------------------------------------------------------------------------------
 
 
-def command(*arguments: str, **environment: str) -> tuple[int, str]:
+def command(*arguments: str, checkout: Path = ROOT, **environment: str) -> tuple[int, str]:
     ended = subprocess.run(
         [sys.executable, "-m", *arguments],
-        cwd=ROOT,
+        cwd=checkout,
         env={name: value for name, value in os.environ.items() if name != "CI"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -370,6 +373,41 @@ def test_up_status_and_down_work_from_shells_of_their_own() -> None:
             code, said = command("scripts.servers", "down", **place)
         assert (code, said) == (0, "postgres15 is down\n")
         assert command("scripts.servers", "status", "postgres15", **place) == (1, "postgres15 is not up\n")
+
+
+def test_a_checkout_does_not_see_or_end_the_servers_of_another(tmp_path: Path) -> None:
+    postgres(15)  # skips this test where it cannot be had
+    one, other = (tmp_path / name / "duetime" for name in ("one", "other"))
+    for checkout in (one, other):
+        shutil.copytree(ROOT / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    try:
+        code, said = command("scripts.servers", "up", "postgres15", checkout=one)
+        assert code == 0, said
+        assert command("scripts.servers", "status", checkout=other) == (0, "nothing is up\n")
+        code, said = command("scripts.servers", "up", "postgres15", checkout=other)
+        assert (code, "is up already" in said) == (0, False), said
+        assert command("scripts.servers", "down", checkout=other) == (0, "postgres15 is down\n")
+        assert command("scripts.servers", "down", "postgres15", checkout=other) == (0, "postgres15 is not up\n")
+        code, said = command("scripts.servers", "status", checkout=one)
+        assert (code, "postgres15 is up" in said) == (0, True), said
+    finally:
+        for checkout in (one, other):
+            command("scripts.servers", "down", checkout=checkout)
+    assert command("scripts.servers", "status", checkout=one) == (0, "nothing is up\n")
+
+
+@pytest.mark.parametrize("name", ["mariadb", "mysql"])
+def test_the_url_that_is_printed_is_of_a_database_that_can_be_served(name: str) -> None:
+    async def migrate(url: str) -> None:
+        store = open_store(url)
+        try:
+            await store.migrate()
+            await store.open()
+        finally:
+            await store.close()
+
+    with own(name) as server:
+        asyncio.run(migrate(server.url()))
 
 
 def test_help_names_the_servers_and_shows_how() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from raw_server import serving
 
 from duetime import __version__
 from duetime.clock import SystemClock
@@ -19,7 +20,7 @@ from duetime.deliveries.webhook import Webhook, check_headers
 from duetime.delivery import Attempt, Deliverer
 from duetime.errors import SetupError
 from duetime.http_client import HttpClient
-from duetime.model import Contact, Extras, Namespace, Outcome, Timer, uuid_of
+from duetime.model import Contact, Extras, Namespace, Outcome, Settlement, Timer, settle, uuid_of
 from duetime.signing import new_secret, verify
 from duetime.timetext import parse_instant
 
@@ -284,13 +285,60 @@ async def test_the_keep_alive_race_is_repaired(webhook: Webhook, receiver: Recei
         ),
         (b"HTTP/1.1 503 X\r\nretry-after: soon\r\ncontent-length: 0\r\n\r\n", Outcome(Contact.ANSWERED, 503)),
         (b"HTTP/1.1 503 X\r\nretry-after: -5\r\ncontent-length: 0\r\n\r\n", Outcome(Contact.ANSWERED, 503)),
-        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100_000, Outcome(Contact.ANSWERED, 200, b"x" * 65_536)),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100_000, Outcome(Contact.ANSWERED, 200, b"x" * 65_536, truncated=True)),
         (b"rubbish\r\n", Outcome(Contact.BROKEN, error="malformed answer: Expected HTTP/, RTSP/ or ICE/")),
     ],
 )
 async def test_an_answer_becomes_an_outcome(webhook: Webhook, receiver: Receiver, raw: bytes, outcome: Outcome) -> None:
     receiver.answer = raw
     assert await webhook.deliver(attempt(timer(receiver.url))) == outcome
+
+
+def padded(size: int, ok: str = "false") -> bytes:
+    """An object of exactly `size` bytes that says ok at its end."""
+    start, end = b'{"filler":"', f'","ok":{ok}}}'.encode()
+    return start + b"x" * (size - len(start) - len(end)) + end
+
+
+def with_length(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+def chunked(body: bytes) -> bytes:
+    pieces = [body[start : start + 5_000] for start in range(0, len(body), 5_000)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    return b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+
+def until_close(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\n\r\n" + body
+
+
+@pytest.mark.parametrize("framed", [with_length, chunked, until_close])
+async def test_case_13_an_object_larger_than_the_limit_is_never_a_success(
+    webhook: Webhook, framed: Callable[[bytes], bytes]
+) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await server.read_request(reader)
+        writer.write(framed(body))
+        writer.close()  # after everything was written: this ends a body that has no length
+        await writer.wait_closed()
+
+    async with serving(handler) as server:
+        for ok in ("true", "false"):
+            body = padded(65_536, ok)
+            assert (await settled(webhook, server.url)).succeeded is (ok == "true")
+            body = padded(65_537, ok)
+            larger = await settled(webhook, server.url)
+            assert not larger.succeeded
+            assert larger.rearmed is not None
+            assert larger.rearmed.extras.last_error == "the answer is larger than 65536 bytes and cannot be judged"
+
+
+async def settled(webhook: Webhook, url: str) -> Settlement:
+    called = timer(url)
+    outcome = await webhook.deliver(attempt(called))
+    return settle(called, outcome, NAMESPACE, started_at_ms=FIRED_AT_MS, now_ms=FIRED_AT_MS, jitter=0.5)
 
 
 @pytest.mark.parametrize(("of_timer", "of_namespace"), [(1, 60), (None, 1)])

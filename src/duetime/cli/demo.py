@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shlex
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -29,22 +30,41 @@ QUICK_RETRY = RetryPolicy(max_retries=5, initial_interval="600ms", backoff_multi
 
 
 async def demo(arguments: Arguments) -> int:
+    _cancel_on_signals()  # before there is a folder: the end of the process alone would leave it behind
+    try:
+        with tempfile.TemporaryDirectory(prefix="duetime-demo-", ignore_cleanup_errors=True) as folder:
+            return await _serve(Path(folder), arguments)
+    except asyncio.CancelledError:
+        with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
+            print("\n  Stopped; the temporary store is gone.", flush=True)
+        return 0
+
+
+def _cancel_on_signals() -> None:
+    """SIGTERM and SIGHUP end the demonstration as Ctrl-C does. Only the first counts: it ends soon anyway."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP, so that it goes on
+            with contextlib.suppress(NotImplementedError):  # Windows
+                loop.add_signal_handler(number, lambda: task.cancelling() or task.cancel())
+
+
+async def _serve(folder: Path, arguments: Arguments) -> int:
     from duetime.app import App
 
-    with tempfile.TemporaryDirectory(prefix="duetime-demo-", ignore_cleanup_errors=True) as folder:
-        app = App(_config(Path(folder), arguments.port))
-        await app.start()
+    app = App(_config(folder, arguments.port))
+    await app.start()
+    try:
         stage = Stage()
         receiver = await receive_on("127.0.0.1", 0, stage.handle)
         try:
             host, port = app.address[0], app.address[1]
             return await _perform(stage, f"http://{host}:{port}", receiver, ends=arguments.exit)
-        except asyncio.CancelledError:
-            print("\n  Stopped; the temporary store is gone.")
-            return 0
         finally:
             await receiver.close()
-            await app.stop()
+    finally:
+        await app.stop()
 
 
 async def _perform(stage: Stage, url: str, receiver: HttpServer, *, ends: bool) -> int:

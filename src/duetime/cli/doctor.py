@@ -71,6 +71,7 @@ async def doctor(arguments: Arguments) -> int:
         findings.append(
             Finding("configuration", GOOD, f"valid; file: {arguments.config or 'none, defaults and environment'}")
         )
+        findings += [Finding("configuration", NOTE, warning) for warning in loaded.warnings]
     except DuetimeError as error:
         advice = "`duetime config show` prints what comes of flags, file and environment"
         findings.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sys
 import tomllib
 from argparse import Namespace as Arguments
 from importlib.resources import files
@@ -65,7 +66,10 @@ def _defaults() -> dict[str, dict[str, Any]]:
 
 
 def show_config(arguments: Arguments) -> int:
-    text = shown(configured(arguments))
+    config = configured(arguments)
+    for warning in config.warnings:
+        print(f"warning: {warning}", file=sys.stderr)  # what goes to standard output is read by programs
+    text = shown(config)
     settings = tomllib.loads(text)
     if arguments.env:
         variables = {f"DUETIME_{s}_{k}".upper(): v for s, keys in settings.items() for k, v in keys.items()}

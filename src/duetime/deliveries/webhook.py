@@ -25,14 +25,13 @@ from duetime.deliveries import egress
 from duetime.delivery import Attempt
 from duetime.errors import SetupError
 from duetime.http_client import Answer, HttpClient, HttpError
-from duetime.model import Contact, Namespace, Outcome, Timer
+from duetime.model import ANSWER_BYTES_MAX, Contact, Namespace, Outcome, Timer
 from duetime.target import Target, parse_target, request_head
 from duetime.telemetry import log
 from duetime.timetext import format_instant
 
 __all__ = ["Webhook", "check_headers"]
 
-ANSWER_BYTES_MAX = 64 * 1024
 HEADERS_MAX = 32
 HEADER_BYTES_MAX = 8 * 1024
 # Entries of each of the caches below; a full one starts over, which costs less than keeping an order.
@@ -167,7 +166,8 @@ class Webhook:
         except Exception as error:  # the port says: never raises
             return self._failure(error)
         if answer is not None:
-            return Outcome(Contact.ANSWERED, answer.status, answer.body, self._retry_after_ms(answer))
+            retry_after_ms = self._retry_after_ms(answer)
+            return Outcome(Contact.ANSWERED, answer.status, answer.body, retry_after_ms, truncated=answer.truncated)
         if began:  # it was sent once, on a connection that closed, and may not be sent again: that was an attempt
             return Outcome(Contact.BROKEN, error="connection closed before the answer")
         return _NOT_SENT
