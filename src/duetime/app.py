@@ -58,10 +58,10 @@ class App:
         self._server: HttpServer | None = None
 
     @property
-    def broken(self) -> asyncio.Event:
+    def failed(self) -> asyncio.Event:
         """Set when an internal error has ended the engine."""
         assert self._engine is not None, "not started"
-        return self._engine.broken
+        return self._engine.failed
 
     @property
     def address(self) -> tuple[str, int]:
@@ -273,11 +273,11 @@ async def _serve(config: Config, worker: Worker | None) -> int:
 async def _until_stop(app: App, stop: asyncio.Event) -> int:
     """Until we are told to stop, or an internal error ends the engine: a process that fires nothing must not go on.
     Answers the exit code."""
-    stopped, broken = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(app.broken.wait())
-    await asyncio.wait({stopped, broken}, return_when=asyncio.FIRST_COMPLETED)
+    stopped, failed = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(app.failed.wait())
+    await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    broken.cancel()
-    if app.broken.is_set():
+    failed.cancel()
+    if app.failed.is_set():
         log.critical("stopping after an internal error")
         return 1
     log.info("stopping: letting what is in flight land")

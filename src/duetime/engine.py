@@ -76,7 +76,7 @@ class Engine:
         self.writes_waiting_max = config.engine.writes_waiting_max
         self.started = False
         self.stopping = False
-        self.broken = asyncio.Event()  # set: an internal error has ended the engine
+        self.failed = asyncio.Event()  # an internal error has ended the engine
         self._config = config
         self._store = store
         self.clock = clock
@@ -161,7 +161,7 @@ class Engine:
 
     def readiness(self) -> str | None:
         """None: ready to serve. Otherwise why not."""
-        if self.broken.is_set():
+        if self.broken:
             return "ended by an internal error: the log says which; restart this instance"
         if self.stopping:
             return "stopping"
@@ -174,6 +174,10 @@ class Engine:
         if not self.membership.may_fire():
             return f"the lease has run out: {self.membership.trouble.reason or 'the store does not answer heartbeats'}"
         return None
+
+    @property
+    def broken(self) -> bool:
+        return self.failed.is_set()
 
     @property
     def unreadable(self) -> int:
@@ -202,12 +206,12 @@ class Engine:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and not self.broken.is_set():
+        if not task.cancelled() and task.exception() is not None and not self.broken:
             log.critical(
                 "internal error: this instance fires nothing more and gives up its lease and its shards; restart it",
                 exc_info=task.exception(),
             )
-            self.broken.set()
+            self.failed.set()
             self.abandon()
             self._drop_all()
             self._last_task = asyncio.get_running_loop().create_task(self.membership.leave())

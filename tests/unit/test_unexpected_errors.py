@@ -46,7 +46,7 @@ def test_no_loop_of_the_engine_ends_by_an_error_that_a_store_call_should_not_rai
         await world.create("near", 1_000)
         await asyncio.sleep(60)
         assert sorted(world.destinations.called()) == ["far", "near"]
-        assert not world.engine.broken.is_set()
+        assert not world.engine.broken
         assert world.service.readiness() is None
 
     on_faulty(story)
@@ -94,7 +94,7 @@ def test_an_engine_that_an_internal_error_ends_fires_nothing_and_leaves_its_shar
 
         world.engine.horizon.look = wrong  # type: ignore[method-assign]
         await asyncio.sleep(2)
-        assert world.engine.broken.is_set()
+        assert world.engine.broken
         assert world.service.readiness() == "ended by an internal error: the log says which; restart this instance"
         assert not world.engine.membership.may_fire()
         assert not world.engine.shards
