@@ -92,7 +92,7 @@ class Membership:
         wall_ms = self._clock.wall_ms()
         unjumped_ms = self._clock.boot_ms() + self._wall_minus_boot_ms
         if abs(wall_ms - unjumped_ms) > _ROUNDING_MS:
-            wall_ms = unjumped_ms
+            wall_ms = unjumped_ms - _ROUNDING_MS  # rather late than early
         return wall_ms - self._correction_ms
 
     @property
@@ -170,7 +170,7 @@ class Membership:
         offset_ms = self._wall_minus_boot_ms = wall_ms - boot_ms
         self.skew_ms = offset_ms - min(max(offset_ms, low_ms), high_ms)
         if abs(self.skew_ms) > _ROUNDING_MS:
-            self._correction_ms = offset_ms - low_ms
+            self._correction_ms = offset_ms - low_ms + _ROUNDING_MS  # rather late than early
         elif capabilities.exclusive:  # the database's clock is this machine's
             self._correction_ms = 0
         else:

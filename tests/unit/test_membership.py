@@ -405,6 +405,11 @@ class TestDeath:
         run_virtual(told)
 
 
+def is_now(member: Membership, at_ms: int) -> bool:
+    """Never early; a clock that is corrected, or has jumped, may be late by the milliseconds that rounding took."""
+    return 0 <= at_ms - member.now_ms() <= 2
+
+
 class TestClock:
     def test_a_jump_forward_is_not_believed_before_the_database_agrees(self) -> None:
         async def story(town: Town) -> None:
@@ -412,11 +417,11 @@ class TestClock:
             await a.join()
             before_ms = a.now_ms()
             a.clock.offset_ms = 60_000
-            assert a.now_ms() == before_ms
+            assert is_now(a, before_ms)
             await asyncio.sleep(1)
-            assert a.now_ms() == before_ms + 1_000
+            assert is_now(a, before_ms + 1_000)
             await a.beat()  # the database does not agree
-            assert a.now_ms() == before_ms + 1_000
+            assert is_now(a, before_ms + 1_000)
             assert not a.may_fire()
             town.clock.offset_ms = 60_000
             await a.beat()  # now it does
@@ -431,12 +436,12 @@ class TestClock:
             a = town.member()
             await a.join()
             a.clock.offset_ms = jump_ms
-            assert a.now_ms() == town.clock.wall_ms()
+            assert is_now(a, town.clock.wall_ms())
             await a.beat()
             assert a.skew_ms == jump_ms
-            assert a.now_ms() == town.clock.wall_ms()
+            assert is_now(a, town.clock.wall_ms())
             a.clock.offset_ms = 2 * jump_ms
-            assert a.now_ms() == town.clock.wall_ms()
+            assert is_now(a, town.clock.wall_ms())
 
         in_town(story)
 
@@ -478,7 +483,7 @@ class TestClock:
             for offset_ms in (-400, 300, 0):
                 town.clock.offset_ms = offset_ms
                 await a.beat()
-                assert a.now_ms() == town.clock.wall_ms()
+                assert is_now(a, town.clock.wall_ms())
 
         in_town(story)
 
@@ -547,7 +552,7 @@ class TestClock:
             await a.join()
             before_ms = a.now_ms()
             a.clock.offset_ms = -60_000
-            assert a.now_ms() == before_ms
+            assert is_now(a, before_ms)
 
         in_town(story)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from duetime.app import App, own_address
+from duetime.app import App, _until_stop, own_address
 from duetime.config import Config, load_config, split_advertise
 from duetime.errors import SetupError
 from duetime.http_client import HttpClient
@@ -458,3 +458,30 @@ def test_workers_drain_also_if_one_was_started_again_before_the_parent_was_kille
     program.signal(signal.SIGKILL)
     assert program.end() == -signal.SIGKILL
     assert program.said.count("drained") == 2
+
+
+async def test_an_internal_error_in_the_engine_ends_the_process_with_an_error() -> None:
+    app = App(configured(server__listen="127.0.0.1:0", store__url="memory://"))
+    await app.start()
+    engine = app._engine
+    assert engine is not None
+
+    async def bug() -> None:
+        raise ZeroDivisionError("a bug")
+
+    stop = asyncio.Event()
+    serving = asyncio.ensure_future(_until_stop(app, stop))
+    await asyncio.sleep(0)
+    assert not serving.done()
+    engine._spawn(bug())
+    assert await serving == 1
+    await app.stop()
+
+
+async def test_a_process_that_is_told_to_stop_ends_without_an_error() -> None:
+    app = App(configured(server__listen="127.0.0.1:0", store__url="memory://"))
+    await app.start()
+    stop = asyncio.Event()
+    stop.set()
+    assert await _until_stop(app, stop) == 0
+    await app.stop()
