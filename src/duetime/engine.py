@@ -149,7 +149,9 @@ class Engine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self.started:
+        if self._last_task is not None:
+            await self._last_task
+        elif self.started:
             await self.membership.leave()
 
     def abandon(self) -> None:

@@ -33,6 +33,7 @@ _STEADY_BEATS = 7
 # By how much a timer may be early by the database's clock: this machine's clock is believed that far. Less would make
 # timers late by the round trip of a heartbeat, where both clocks are right.
 EARLY_MAX_MS = 5
+_CLOCK_READINGS = 5
 _ROUNDING_MS = 1  # two clocks that are read in whole milliseconds differ by so much without having moved
 
 
@@ -163,11 +164,11 @@ class Membership:
         """The database read its clock somewhere between our sending and our receiving."""
         was_skewed = self.is_skewed
         capabilities, bounds = self._store.capabilities, self._bounds
-        wall_ms, boot_ms = self._clock.wall_ms(), self._clock.boot_ms()
+        offset_ms, boot_ms = self._wall_minus_boot()
         error_ms = capabilities.clock_error_ms
         bounds.saw(store_ms - error_ms, store_ms + error_ms, started_ms, boot_ms)
         low_ms, high_ms = floor(bounds.low_ms), ceil(bounds.high_ms)
-        offset_ms = self._wall_minus_boot_ms = wall_ms - boot_ms
+        self._wall_minus_boot_ms = offset_ms
         self.skew_ms = offset_ms - min(max(offset_ms, low_ms), high_ms)
         if abs(self.skew_ms) > _ROUNDING_MS:
             self._correction_ms = offset_ms - low_ms + _ROUNDING_MS  # rather late than early
@@ -183,6 +184,14 @@ class Membership:
             )
         elif was_skewed and not self.is_skewed:
             log.info("this machine's clock agrees with the database's again")
+
+    def _wall_minus_boot(self) -> tuple[int, int]:
+        """The two clocks read together, and the boot time of that; not across a moment in which we did not run."""
+        for _ in range(_CLOCK_READINGS):
+            before_ms, wall_ms, boot_ms = self._clock.boot_ms(), self._clock.wall_ms(), self._clock.boot_ms()
+            if boot_ms - before_ms <= _ROUNDING_MS:
+                break
+        return wall_ms - boot_ms, boot_ms
 
     async def observe(self) -> bool:
         """Read the members and bury the dead; True if the living, or the fit among them, are not those of before."""

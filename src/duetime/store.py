@@ -293,6 +293,10 @@ class GuardedStore:
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
     def __getattr__(self, name: str) -> Any:
         member = getattr(self.inner, name)
         if not asyncio.iscoroutinefunction(member):
