@@ -16,6 +16,7 @@ from duetime.testing import make_reached, make_timer
 
 STATEMENTS: dict[str, str] = {
     **{name: sql for name, sql in vars(oracle_sql).items() if name.isupper() and isinstance(sql, str) and ":" in sql},
+    "get": oracle_sql.get_sql(oracle_sql.KEYS_AT_ONCE, 1),
     **{f"insert into {table}": sql for table, sql in INSERT.items()},
     **{f"scans {key}": sql for key, sql in oracle_list.SCANS.items()},
 }

@@ -11,11 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import apsw
 import pytest
 
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
-from duetime.model import BEFORE_ALL, Ending
-from duetime.store import Batch, Claim, Fence, Stretch, open_store
+from duetime.model import BEFORE_ALL, Ending, TimerKey
+from duetime.store import Batch, Claim, Committed, Fence, Found, ListQuery, Page, Stretch, open_store
 from duetime.stores.sqlite import SqliteStore
 from duetime.testing import make_reached, make_timer
 
@@ -240,3 +241,80 @@ async def test_timer_schedules_shows_each_timer_once_as_text(tmp_path: Path) -> 
         ("test", "waiting", "trace", due, born, None, "Scheduled"),
     ]
     assert plan.count("timers_by_correlation") == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such modes")
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+async def test_its_files_are_their_owners_alone_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    """Signing secrets and payloads are in there."""
+    before = os.umask(umask)
+    try:
+        store = await opened(tmp_path / "duetime.db")
+        fence = await owned(store)
+        await store.commit([Batch(fence, [make_timer()])])
+        modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+        await store.close()
+    finally:
+        os.umask(before)
+    names = {"duetime.db", "duetime.db-wal", "duetime.db-shm", "duetime.db.lock"}
+    assert modes == dict.fromkeys(names, 0o600)
+
+
+# --- text that is no UTF-8 ------------------------------------------------------------------------
+
+
+async def spoil(path: Path, column: str, timer_id: str, row_type: int = 2) -> None:
+    db = apsw.Connection(str(path))
+    db.set_busy_timeout(5_000)
+    db.execute(
+        f"UPDATE timers SET {column} = CAST(x'22ff22' AS TEXT) WHERE timer_id = ? AND row_type = ?",
+        (timer_id, row_type),
+    )
+    assert db.changes() == 1
+    db.close()
+
+
+@pytest.mark.parametrize("column", ["timer_payload", "timer_options", "timer_callback_url", "timer_correlation_id"])
+async def test_a_text_that_is_no_utf8_spoils_its_own_row_only(tmp_path: Path, column: str) -> None:
+    path = tmp_path / "duetime.db"
+    store = await opened(path)
+    fence = await owned(store)
+    timers = [make_timer(f"t-{n}", 100 + n, payload='"ü\\ud800"', correlation_id="c") for n in range(4)]
+    await store.commit([Batch(fence, timers)])
+    await spoil(path, column, "t-1")
+    good = [timers[0], *timers[2:]]
+    [page] = await store.load([Stretch(0, BEFORE_ALL, 500, 50)])
+    assert (list(page.timers), page.next) == (good, None)
+    assert [(item.position, item.timer_id) for item in page.unreadable] == [(timers[1].position, "t-1")]
+    found = await store.get_many([(0, timer.key) for timer in timers])
+    assert [item.timer for item in found] == [timers[0], None, *timers[2:]]
+    assert [item.unreadable is None for item in found] == [True, False, True, True]
+    listing = await store.list_timers(ListQuery(namespace="test", num_shards=1))
+    assert (list(listing.timers), listing.unreadable) == (good, 1)
+    [put] = await store.commit([Batch(fence, [timers[1]])])
+    assert put == Committed(frozenset({0}))
+    assert (await store.load([Stretch(0, BEFORE_ALL, 500, 50)])) == [Page(timers, None)]
+    await store.close()
+
+
+async def test_an_end_whose_text_is_no_utf8_counts_as_absent(tmp_path: Path) -> None:
+    path = tmp_path / "duetime.db"
+    store = await opened(path)
+    fence = await owned(store)
+    await store.commit([Batch(fence, reached=[make_reached(make_timer("a")), kept := make_reached(make_timer("b"))])])
+    await spoil(path, "timer_payload", "a", 3)
+    keys = [(0, TimerKey("test", name)) for name in ("a", "b")]
+    assert await store.get_many(keys) == [Found(), Found(None, kept)]
+    await store.close()
+
+
+async def test_an_id_that_is_no_utf8_is_reported_without_it(tmp_path: Path) -> None:
+    path = tmp_path / "duetime.db"
+    store = await opened(path)
+    await store.commit([Batch(await owned(store), [timer := make_timer("a")])])
+    await spoil(path, "timer_id", "a")
+    [page] = await store.load([Stretch(0, BEFORE_ALL, 1 << 53, 50)])
+    assert [(item.position, item.namespace, item.timer_id) for item in page.unreadable] == [
+        (timer.position, "test", "")
+    ]
+    await store.close()

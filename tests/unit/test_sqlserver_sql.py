@@ -19,6 +19,7 @@ BATCHES: dict[str, str] = {
     **{
         name: sql for name, sql in vars(sqlserver_sql).items() if name.isupper() and isinstance(sql, str) and "?" in sql
     },
+    "GET": sqlserver_sql.get_sql(1),
     **{f"list {key}": sql for key, sql in sqlserver_list.LIST.items()},
 }
 WRITES = ("COMMIT", "CLAIM", "RELEASE", "ENSURE_SHARDS", "PURGE", "JOIN", "HEARTBEAT", "MARK_DEAD", "FORGET",
