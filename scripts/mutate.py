@@ -65,7 +65,17 @@ _ENGINE = (
     *(f"tests/sim/test_{name}.py" for name in ("cases_cluster", "failover", "refused_forwards")),
 )
 _STORES = (
-    *_unit("fencing", "merging", "sessions", "sql_store", "sqlite_errors", "sqlite_file", "oracle_sql"),
+    *_unit(
+        "fencing",
+        "merging",
+        "sessions",
+        "sql_store",
+        "sqlite_store",
+        "sqlite_sql",
+        "sqlite_errors",
+        "sqlite_file",
+        "oracle_sql",
+    ),
     *_unit("sqlserver_sql"),
     "tests/conformance/test_stores.py",
     "tests/sim/test_failover.py",
