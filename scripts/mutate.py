@@ -587,7 +587,9 @@ def main() -> int:
     mutation = Mutation(targets, mutants, options.jobs, options.seeds)
     files = list(dict.fromkeys(test for target in targets for test in target.tests))
     code = pytest.main([*PYTEST, *files], plugins=[mutation])
-    if code is pytest.ExitCode.INTERRUPTED:
+    if code is pytest.ExitCode.INTERRUPTED and mutation.found:
+        print(f"\ninterrupted: {len(mutation.found)} of {len(mutants)} mutants were tried")
+        report(mutation.found, read_judgements(options.survivors), whole=False)
         return 130
     if mutation.failure or code is not pytest.ExitCode.OK:
         print(

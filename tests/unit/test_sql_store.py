@@ -188,6 +188,14 @@ async def test_one_that_joined_under_another_name_has_the_history_of_that_moment
         await store.heartbeat("me", 2)
 
 
+async def test_a_beat_without_having_joined_learns_the_history(store: SqlStore, database: Database) -> None:
+    await store.open()
+    assert await store.heartbeat("me", 1) == 5
+    database.history = "timeline 2"
+    with pytest.raises(FailedOver):
+        await store.heartbeat("me", 2)
+
+
 async def test_a_store_opens_once_and_closes_all_its_sessions(store: SqlStore, database: Database) -> None:
     await store.close()  # never opened
     await store.migrate()
