@@ -371,10 +371,11 @@ class Mutation:
             print(file=sys.stderr)
 
     def _start(self, target: Target, mutant: Mutant) -> None:
-        lines = {(str(target.path), line) for line in range(mutant.line, mutant.last_line + 1)}
+        numbers = mutant.used_on or range(mutant.line, mutant.last_line + 1)
+        lines = {(str(target.path), line) for line in numbers}
         measured = self._measured
         items = self._items[target.name]
-        if mutant.in_function:
+        if mutant.in_function or mutant.used_on:
             items = [item for item in items if measured.lines[item.nodeid] & lines]
         items = sorted(items, key=lambda item: measured.seconds[item.nodeid])
         seeds = self._seeds if lines & measured.simulated or not mutant.in_function else 0
