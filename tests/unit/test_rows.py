@@ -80,7 +80,16 @@ def test_the_end_of_a_timer_is_stored_under_its_own_key_with_the_timers_key_behi
     assert [row[name] for name in common] == list(timer_values(FULL)[3:])
 
 
-@pytest.mark.parametrize("timer", [FULL, PLAIN])
+ONE_FIELD_EACH = [
+    msgspec.structs.replace(PLAIN, payload="1"),
+    msgspec.structs.replace(PLAIN, retry_policy=RetryPolicy(max_retries=8)),
+    msgspec.structs.replace(PLAIN, callback_timeout_seconds=9),
+    msgspec.structs.replace(PLAIN, correlation_id="10"),
+    msgspec.structs.replace(PLAIN, extras=Extras(tags=("t",))),
+]
+
+
+@pytest.mark.parametrize("timer", [FULL, PLAIN, *ONE_FIELD_EACH])
 def test_what_is_written_comes_back(timer: Timer) -> None:
     assert timer_of(timer_values(timer)) == timer
     reached = make_reached(timer, Ending.SKIPPED, reached_at_ms=77, purge_at_ms=88)
