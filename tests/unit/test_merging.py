@@ -122,6 +122,8 @@ async def test_reached_timers_are_told_apart_by_their_ending_and_bounded_by_the_
     due = {"due_from_ms": 1_005, "due_until_ms": 1_008}  # their purge times are far from these
     assert await database.walk(limit=3, endings=both, **due) == rows[5:8]
     assert {scan.until_ms for scan in database.calls[0]} == {LAST_MS}
+    listing = await database.page(after=BEFORE_ALL)
+    assert (listing.reached, listing.timers) == (rows[5:8], ())
 
 
 async def test_the_due_range_of_scheduled_timers_bounds_what_is_read() -> None:
@@ -194,6 +196,54 @@ async def test_a_call_goes_on_until_something_is_in_order_however_many_rows_that
     assert read[0] == shards
     assert listing.next is not None
     assert listing.next >= Position(1, 0, 0)
+
+
+class Script:
+    """Answers each scan of a shard with the next of the pieces written for it: (how many rows, whether it ended)."""
+
+    def __init__(self, **pieces: list[tuple[int, bool]]) -> None:
+        self.pieces = [list(each) for each in pieces.values()]
+        self.at = 0
+        self.calls = 0
+
+    async def page(self, limit: int = 10) -> Listing:
+        return await merged(ListQuery(namespace="ours", num_shards=len(self.pieces), limit=limit), self.fetch)
+
+    async def fetch(self, scans: Sequence[Scan]) -> list[Piece]:
+        self.calls += 1
+        return [self._piece(scan, *self.pieces[scan.shard_id].pop(0)) for scan in scans]
+
+    def _piece(self, scan: Scan, count: int, ended: bool) -> Piece:
+        first = max(scan.after.execute_at_ms, 0) + 1
+        return Piece([(Position(at, scan.shard_id, 0), None) for at in range(first, first + count)], ended)
+
+
+async def test_a_piece_that_is_empty_but_not_the_end_is_read_on_and_nothing_overtakes_it() -> None:
+    script = Script(zero=[(3, True)], one=[(0, False), (2, True)])
+    listing = await script.page()
+    assert (listing.next, script.calls) == (None, 2)
+    order = Script(zero=[(3, False), (0, True)], one=[(0, False), (0, False), (2, True)])
+    assert (await order.page()).next is None
+
+
+async def test_a_call_that_has_merged_nothing_yet_goes_on_whatever_it_has_read() -> None:
+    script = Script(zero=[(LIST_ROWS_MAX, False)], one=[(0, False), (1, False)])
+    listing = await script.page()
+    assert script.calls == 2
+    assert listing.next == Position(1, 1, 0)
+
+
+async def test_where_all_shards_have_ended_nothing_is_behind_however_many_rows_were_read() -> None:
+    script = Script(zero=[(LIST_ROWS_MAX + 5, True)])
+    assert (await script.page()).next is None
+
+
+@pytest.mark.parametrize(("read", "calls"), [(LIST_ROWS_MAX - 1, 2), (LIST_ROWS_MAX, 1)])
+async def test_the_bound_is_on_the_rows_that_were_read(read: int, calls: int) -> None:
+    script = Script(zero=[(read, False), (0, True)])
+    listing = await script.page()
+    assert script.calls == calls
+    assert listing.next == (Position(read, 0, 0) if calls == 1 else None)
 
 
 async def test_pages_start_small_for_many_shards_and_grow_to_their_largest() -> None:
