@@ -65,7 +65,17 @@ _ENGINE = (
     *(f"tests/sim/test_{name}.py" for name in ("cases_cluster", "failover", "refused_forwards")),
 )
 _STORES = (
-    *_unit("fencing", "merging", "sessions", "sql_store", "sqlite_errors", "sqlite_file", "oracle_sql"),
+    *_unit(
+        "fencing",
+        "merging",
+        "sessions",
+        "sql_store",
+        "sqlite_store",
+        "sqlite_sql",
+        "sqlite_errors",
+        "sqlite_file",
+        "oracle_sql",
+    ),
     *_unit("sqlserver_sql"),
     "tests/conformance/test_stores.py",
     "tests/sim/test_failover.py",
@@ -171,6 +181,25 @@ def exchange_functions(code: CodeType, functions: list[FunctionType]) -> bool:
             function.__code__ = new
             exchanged += 1
     return exchanged > 0 and left == 0
+
+
+def exchange_constants(code: CodeType) -> bool:
+    """Give a module that is imported already the plain values that the changed one would have. That is not all of what
+    an import does, so a mutant that survives this is imported; but most do not, and are done in no time."""
+    [module] = [each for each in sys.modules.values() if getattr(each, "__file__", None) == code.co_filename]
+    fresh: dict[str, Any] = {"__name__": module.__name__, "__file__": code.co_filename}
+    exec(code, fresh)  # noqa: S102
+    different = {name: value for name, value in fresh.items() if _is_plain(value) and vars(module).get(name) != value}
+    vars(module).update(different)
+    return bool(different)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | frozenset):
+        return type(value) in (list, tuple, frozenset) and all(map(_is_plain, value))
+    return type(value) in (str, bytes, int, float, bool)
 
 
 def import_again(target: Target, mutant: Mutant) -> None:
@@ -342,10 +371,11 @@ class Mutation:
             print(file=sys.stderr)
 
     def _start(self, target: Target, mutant: Mutant) -> None:
-        lines = {(str(target.path), line) for line in range(mutant.line, mutant.last_line + 1)}
+        numbers = mutant.used_on or range(mutant.line, mutant.last_line + 1)
+        lines = {(str(target.path), line) for line in numbers}
         measured = self._measured
         items = self._items[target.name]
-        if mutant.in_function:
+        if mutant.in_function or mutant.used_on:
             items = [item for item in items if measured.lines[item.nodeid] & lines]
         items = sorted(items, key=lambda item: measured.seconds[item.nodeid])
         seeds = self._seeds if lines & measured.simulated or not mutant.in_function else 0
@@ -363,22 +393,32 @@ class Mutation:
         self._running[pid] = (target, mutant, folder)
 
     def _be(self, target: Target, mutant: Mutant, items: list[pytest.Item], seeds: int) -> NoReturn:
-        seconds = self._measured.seconds
         code = compile(mutant.source, str(target.path), "exec", dont_inherit=True)
-        if mutant.in_function and exchange_functions(code, self._functions):
-            if items:
-                items[0].config.pluginmanager.register(Failures())
-            for item, following in zip(items, [*items[1:], None], strict=True):
-                limit(seconds[item.nodeid])
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        elif items:
+        if items:
             limit(10.0)
+            items[0].config.pluginmanager.register(Failures())
+            if mutant.in_function and exchange_functions(code, self._functions):
+                self._run(items)
+            else:
+                if not mutant.in_function and exchange_constants(code):
+                    self._run(items)
+                self._import_and_run(target, mutant, items)
+        else:
             import_again(target, mutant)
-            nodes = [test for test in target.tests if any(_is_one_of(item, (test,)) for item in items)]
-            wanted = {item.nodeid: seconds[item.nodeid] for item in items}
-            if pytest.main([*PYTEST, *nodes], plugins=[InOrder(wanted)]) != pytest.ExitCode.OK:
-                os._exit(BY_TESTS)
         os._exit(BY_SIMULATOR if play(seeds) else SURVIVED)
+
+    def _run(self, items: list[pytest.Item]) -> None:
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            limit(self._measured.seconds[item.nodeid])
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+    def _import_and_run(self, target: Target, mutant: Mutant, items: list[pytest.Item]) -> None:
+        limit(10.0)
+        import_again(target, mutant)
+        nodes = [test for test in target.tests if any(_is_one_of(item, (test,)) for item in items)]
+        wanted = {item.nodeid: self._measured.seconds[item.nodeid] for item in items}
+        if pytest.main([*PYTEST, *nodes], plugins=[InOrder(wanted)]) != pytest.ExitCode.OK:
+            os._exit(BY_TESTS)
 
     def _wait(self) -> None:
         pid, status = os.wait()
@@ -548,7 +588,9 @@ def main() -> int:
     mutation = Mutation(targets, mutants, options.jobs, options.seeds)
     files = list(dict.fromkeys(test for target in targets for test in target.tests))
     code = pytest.main([*PYTEST, *files], plugins=[mutation])
-    if code is pytest.ExitCode.INTERRUPTED:
+    if code is pytest.ExitCode.INTERRUPTED and mutation.found:
+        print(f"\ninterrupted: {len(mutation.found)} of {len(mutants)} mutants were tried")
+        report(mutation.found, read_judgements(options.survivors), whole=False)
         return 130
     if mutation.failure or code is not pytest.ExitCode.OK:
         print(

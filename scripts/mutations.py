@@ -64,12 +64,15 @@ class Mutant(Struct, frozen=True):
     change: str  # "old -> new", on one line
     source: str
     in_function: bool  # false: it takes effect when the module is imported
+    used_on: frozenset[int] | None = None  # of a private constant: the lines of functions that use it. None: unknown
 
 
 def mutants_of(source: str) -> Iterator[Mutant]:
     """In the order of their lines. All of them compile."""
-    maker = _Maker(source)
-    maker.visit(ast.parse(source))
+    tree = ast.parse(source)
+    uses = _Uses(tree)
+    maker = _Maker(source, uses)
+    maker.visit(tree)
     seen: set[str] = set()
     for mutant in sorted(maker.mutants, key=lambda mutant: mutant.line):
         if mutant.source not in seen and _compiles(mutant.source):
@@ -85,9 +88,56 @@ def _compiles(source: str) -> bool:
     return True
 
 
+class _Uses:
+    """Which functions of a module depend on what is done when it is imported."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        self._assigned: list[tuple[ast.stmt, set[str], set[str]]] = []
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                self._assigned.append((node, {name for each in targets for name in _names(each)}, _names(node.value)))
+        called = {name for _, _, names in self._assigned for name in names}
+        self._run_by_import = [node for node in functions if node.name in called]
+        self._loads = [
+            (name.id, name.lineno)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node not in self._run_by_import
+            for name in ast.walk(node)
+            if isinstance(name, ast.Name)
+        ]
+
+    def is_run_by_import(self, line: int) -> bool:
+        return any(_spans(node, line) for node in self._run_by_import)
+
+    def lines_using(self, line: int) -> frozenset[int] | None:
+        """Where functions use what is computed on this line. None: others may use it too, or nobody knows."""
+        names = {node.name for node in self._run_by_import if _spans(node, line)}
+        names |= {name for node, stored, _ in self._assigned if _spans(node, line) for name in stored}
+        if not names:
+            return None
+        count = 0
+        while count < len(names):
+            count = len(names)
+            names |= {name for _, stored, loaded in self._assigned if loaded & names for name in stored}
+        if any(not name.startswith("_") for name in names):
+            return None
+        return frozenset(at for name, at in self._loads if name in names) or None
+
+
+def _spans(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
 class _Maker(ast.NodeVisitor):
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, uses: _Uses) -> None:
         self.mutants: list[Mutant] = []
+        self._uses = uses
         self._source = source.encode()
         self._lines = source.splitlines()
         self._starts = [0]
@@ -121,7 +171,8 @@ class _Maker(ast.NodeVisitor):
                 self._lines[line - 1].strip(),
                 change or f"{_on_one_line(old)} -> {_on_one_line(new)}",
                 (self._source[:start] + new_text.encode() + self._source[end:]).decode(),
-                self._functions > 0,
+                self._functions > 0 and not self._uses.is_run_by_import(line),
+                self._uses.lines_using(line),
             )
         )
 

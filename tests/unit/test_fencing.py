@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
@@ -101,6 +103,7 @@ async def test_an_error_that_nobody_foresaw_is_raised_when_all_have_ended() -> N
     async def act(wish: int) -> int:
         if wish == 0:
             raise ZeroDivisionError
+        await asyncio.sleep(0.001)
         done.append(wish)
         return wish
 

@@ -56,7 +56,7 @@ class Database:
             self.shards[shard_of(timer_id, shards)].append(row)
         self.query = ListQuery(namespace="ours", num_shards=shards)
 
-    async def list(self, **fields: Any) -> Listing:
+    async def page(self, **fields: Any) -> Listing:
         self.query = replace(self.query, **fields)
         self.calls.clear()
         self.rows_read = 0
@@ -79,10 +79,10 @@ class Database:
         found: list[Any] = []
         after = BEFORE_ALL
         while True:
-            listing = await self.list(after=after, **fields)
-            page = [*listing.timers, *listing.reached]
-            assert len(page) <= self.query.limit
-            found += page
+            listing = await self.page(after=after, **fields)
+            found_here = [*listing.timers, *listing.reached]
+            assert len(found_here) <= self.query.limit
+            found += found_here
             if listing.next is None:
                 return found
             assert listing.next > after
@@ -99,17 +99,17 @@ async def test_all_pages_together_are_everything_in_order(limit: int, most: int,
 
 async def test_a_page_of_just_the_limit_with_nothing_behind_it_is_the_last_one() -> None:
     database = Database([timer(n) for n in range(10)])
-    whole = await database.list(limit=10)
+    whole = await database.page(limit=10)
     assert len(whole.timers) == 10
     assert whole.next is None
-    shorter = await database.list(limit=9)
+    shorter = await database.page(limit=9)
     assert len(shorter.timers) == 9
     assert shorter.next == timer(8).position
 
 
 async def test_where_nothing_is_stored_the_answer_is_empty_and_the_end() -> None:
     database = Database([])
-    listing = await database.list(limit=5)
+    listing = await database.page(limit=5)
     assert (listing.timers, listing.reached, listing.next) == ([], (), None)
     assert len(database.calls) == 1
 
@@ -122,18 +122,20 @@ async def test_reached_timers_are_told_apart_by_their_ending_and_bounded_by_the_
     due = {"due_from_ms": 1_005, "due_until_ms": 1_008}  # their purge times are far from these
     assert await database.walk(limit=3, endings=both, **due) == rows[5:8]
     assert {scan.until_ms for scan in database.calls[0]} == {LAST_MS}
+    listing = await database.page(after=BEFORE_ALL)
+    assert (listing.reached, listing.timers) == (rows[5:8], ())
 
 
 async def test_the_due_range_of_scheduled_timers_bounds_what_is_read() -> None:
     timers = [timer(n) for n in range(100)]
     database = Database(timers)
-    listing = await database.list(limit=100, due_from_ms=1_040, due_until_ms=1_050)
+    listing = await database.page(limit=100, due_from_ms=1_040, due_until_ms=1_050)
     assert listing.timers == timers[40:50]
     assert listing.next is None
     assert database.rows_read == 10
     for scan in database.calls[0]:
         assert (scan.after, scan.until_ms) == (Position(1_039, LARGEST, LARGEST), 1_049)
-    resumed = await database.list(limit=100, after=timers[45].position)
+    resumed = await database.page(limit=100, after=timers[45].position)
     assert resumed.timers == timers[46:50]
     assert all(scan.after == timers[45].position for scan in database.calls[0])
 
@@ -169,7 +171,7 @@ async def test_one_call_looks_at_a_bounded_number_of_rows_and_says_where_to_go_o
     others = [timer(n, namespace="theirs") for n in range(LIST_ROWS_MAX * 2)]
     ours = timer(LIST_ROWS_MAX * 2)
     database = Database([*others, ours], shards=2)
-    first = await database.list(limit=10)
+    first = await database.page(limit=10)
     assert first.timers == []
     assert first.next is not None
     assert LIST_ROWS_MAX <= database.rows_read <= LIST_ROWS_MAX + 2 * LIST_PAGE_MAX
@@ -196,25 +198,73 @@ async def test_a_call_goes_on_until_something_is_in_order_however_many_rows_that
     assert listing.next >= Position(1, 0, 0)
 
 
+class Script:
+    """Answers each scan of a shard with the next of the pieces written for it: (how many rows, whether it ended)."""
+
+    def __init__(self, **pieces: list[tuple[int, bool]]) -> None:
+        self.pieces = [list(each) for each in pieces.values()]
+        self.at = 0
+        self.calls = 0
+
+    async def page(self, limit: int = 10) -> Listing:
+        return await merged(ListQuery(namespace="ours", num_shards=len(self.pieces), limit=limit), self.fetch)
+
+    async def fetch(self, scans: Sequence[Scan]) -> list[Piece]:
+        self.calls += 1
+        return [self._piece(scan, *self.pieces[scan.shard_id].pop(0)) for scan in scans]
+
+    def _piece(self, scan: Scan, count: int, ended: bool) -> Piece:
+        first = max(scan.after.execute_at_ms, 0) + 1
+        return Piece([(Position(at, scan.shard_id, 0), None) for at in range(first, first + count)], ended)
+
+
+async def test_a_piece_that_is_empty_but_not_the_end_is_read_on_and_nothing_overtakes_it() -> None:
+    script = Script(zero=[(3, True)], one=[(0, False), (2, True)])
+    listing = await script.page()
+    assert (listing.next, script.calls) == (None, 2)
+    order = Script(zero=[(3, False), (0, True)], one=[(0, False), (0, False), (2, True)])
+    assert (await order.page()).next is None
+
+
+async def test_a_call_that_has_merged_nothing_yet_goes_on_whatever_it_has_read() -> None:
+    script = Script(zero=[(LIST_ROWS_MAX, False)], one=[(0, False), (1, False)])
+    listing = await script.page()
+    assert script.calls == 2
+    assert listing.next == Position(1, 1, 0)
+
+
+async def test_where_all_shards_have_ended_nothing_is_behind_however_many_rows_were_read() -> None:
+    script = Script(zero=[(LIST_ROWS_MAX + 5, True)])
+    assert (await script.page()).next is None
+
+
+@pytest.mark.parametrize(("read", "calls"), [(LIST_ROWS_MAX - 1, 2), (LIST_ROWS_MAX, 1)])
+async def test_the_bound_is_on_the_rows_that_were_read(read: int, calls: int) -> None:
+    script = Script(zero=[(read, False), (0, True)])
+    listing = await script.page()
+    assert script.calls == calls
+    assert listing.next == (Position(read, 0, 0) if calls == 1 else None)
+
+
 async def test_pages_start_small_for_many_shards_and_grow_to_their_largest() -> None:
     database = Database([timer(n, namespace="theirs") for n in range(4_000)])
-    await database.list(limit=10)
+    await database.page(limit=10)
     assert {scan.count for scan in database.calls[0]} == {2 + 10 * 2 // SHARDS}
     counts = [max(scan.count for scan in scans) for scans in database.calls]
     assert counts[:3] == [7, 14, 28]
     assert max(counts) == LIST_PAGE_MAX
-    await database.list(limit=10_000)
+    await database.page(limit=10_000)
     assert {scan.count for scan in database.calls[0]} == {LIST_PAGE_MAX}
 
 
 async def test_shards_about_to_run_out_are_read_together_and_those_that_ended_never_again() -> None:
     database = Database([timer(n) for n in range(400)])
-    await database.list(limit=400)
+    await database.page(limit=400)
     scans = [scan for call in database.calls for scan in call]
     assert len(database.calls) <= 3
     assert len({(scan.shard_id, scan.after) for scan in scans}) == len(scans)
     few = Database([timer(n) for n in range(4)], shards=1)
-    await few.list(limit=400)
+    await few.page(limit=400)
     assert len(few.calls) == 1
 
 

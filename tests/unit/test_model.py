@@ -16,7 +16,10 @@ from duetime.model import (
     DAY_MS,
     ERROR_CHARS_MAX,
     HOUR_MS,
+    ID_BYTES_MAX,
     RETRY_AFTER_MAX_MS,
+    ROW_FORMAT,
+    SHARDS_MAX,
     Contact,
     Ending,
     Extras,
@@ -26,6 +29,8 @@ from duetime.model import (
     RetryPolicy,
     Settlement,
     Timer,
+    TimerFilter,
+    TimerSpec,
     armed_at,
     attempted,
     backoff_ms,
@@ -378,6 +383,14 @@ class TestRetryPolicy:
         overloaded = Outcome(Contact.ANSWERED, 503, retry_after_ms=600)
         assert settled(overloaded, timer, jitter=0.0).reached is not None
 
+    def test_a_retry_after_that_ends_just_at_max_duration_is_waited_for(self) -> None:
+        policy = RetryPolicy(max_duration_ms=10_000)
+        timer = replace(attempted(TIMER, NOW_MS - 9_500), retry_policy=policy)
+        assert rearmed_after(answered(503, retry_after_ms=500), timer, jitter=0.0) == 500
+
+    def test_without_a_retry_after_the_shortest_pause_is_none(self) -> None:
+        assert rearmed_after(answered(503), jitter=0.0) == 0
+
     def test_a_new_occurrence_has_its_whole_duration_again(self) -> None:
         old = replace(attempted(TIMER, 0), retry_policy=RetryPolicy(max_duration_ms=10_000))
         assert settled(answered(500), armed_at(old, NOW_MS, occurrence_done=True)).rearmed is not None
@@ -476,6 +489,57 @@ class TestSecrets:
             kept_secrets(("whsec_…9999",), ("whsec_aaaa1111",))
         with pytest.raises(ValueError, match="stands for 2"):
             kept_secrets(("whsec_…1111",), ("whsec_aaaa1111", "whsec_bbbb1111"))
+
+    def test_a_secret_given_twice_is_kept_once(self) -> None:
+        stored = ("whsec_aaaa1111",)
+        assert kept_secrets(("whsec_new", "whsec_new"), stored) == ("whsec_new",)
+        assert kept_secrets((redacted_secret(stored[0]), stored[0]), stored) == stored
+
+
+class TestErrors:
+    """What a timer says of its last attempt."""
+
+    def error_of(self, outcome: Outcome, namespace: Namespace = NAMESPACE) -> tuple[bool, str | None]:
+        """(whether it ended, its error)"""
+        settlement = settled(outcome, namespace=namespace)
+        if settlement.reached is not None:
+            assert settlement.reached.ending is Ending.FAILED
+            return True, settlement.reached.timer.extras.last_error
+        assert settlement.rearmed is not None
+        return False, settlement.rearmed.extras.last_error
+
+    def test_a_refused_target_ends_it_with_the_reason(self) -> None:
+        assert self.error_of(Outcome(Contact.REFUSED, error="a private address")) == (True, "a private address")
+        assert self.error_of(Outcome(Contact.REFUSED)) == (True, "refused")
+
+    def test_a_broken_connection_is_retried_with_the_reason(self) -> None:
+        assert self.error_of(Outcome(Contact.BROKEN, error="reset")) == (False, "reset")
+        assert self.error_of(Outcome(Contact.BROKEN)) == (False, "connection failed")
+
+    @pytest.mark.parametrize(("status", "ends"), [(150, True), (199, True), (300, True), (404, True), (503, False)])
+    def test_a_status_that_is_no_success_is_named(self, status: int, ends: bool) -> None:
+        assert self.error_of(answered(status)) == (ends, f"HTTP {status}")
+
+    def test_an_ok_that_is_neither_true_nor_false_is_said_so_also_where_ok_is_demanded(self) -> None:
+        told = 'the answer\'s "ok" is neither true nor false'
+        assert self.error_of(answered(200, '{"ok": 1}')) == (False, told)
+        assert self.error_of(answered(200, '{"ok": 1}'), STRICT) == (False, told)
+        assert read_answer(f'{{"ok": 1, "nextExecuteAt": "{LATER}"}}'.encode()) == (None, None, told)
+
+
+class TestNumbers:
+    """What stored rows, other databases and the documents rely on."""
+
+    def test_the_limits_and_the_row_format(self) -> None:
+        assert (DAY_MS, SHARDS_MAX, ID_BYTES_MAX, ROW_FORMAT) == (86_400_000, 16_384, 255, 1)
+        assert BEFORE_ALL == (-1, 0, 0)
+
+    def test_the_defaults(self) -> None:
+        assert (NAMESPACE.revision, NAMESPACE.callback_timeout_seconds) == (0, 10)
+        assert not TimerSpec(namespace="n", timer_id="t").if_absent
+        assert TimerFilter(namespace="n").limit == 100
+        assert Outcome(Contact.BROKEN).status == 0
+        assert Extras(occurrence=7).asked_for().occurrence == 0
 
 
 answer_bodies = st.one_of(

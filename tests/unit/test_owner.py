@@ -253,7 +253,8 @@ def test_an_update_changes_what_it_names_and_nothing_else(name: str) -> None:
 def test_an_update_with_null_sets_a_field_back_to_its_default(name: str) -> None:
     async def story(world: World) -> None:
         await world.create("x", HOUR_MS, **ONE)
-        await world.service.update(X, TimerPatch(**{name: None}))
+        cleared: dict[str, Any] = {name: None}
+        await world.service.update(X, TimerPatch(**cleared))
         timer = (await world.get("x")).timer
         found = {other: getattr(timer, other, None) or getattr(timer.extras, other, None) for other in FIELDS}
         assert found == {**ONE, name: () if name == "tags" else None}

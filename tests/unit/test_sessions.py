@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
+from duetime.stores import sessions as session_module
 from duetime.stores.sessions import Again, Sessions
 
 
@@ -40,6 +41,8 @@ class Database:
         self.may_connect.set()
         self.tried = 0
         self.rollback_fails = False
+        self.closed: list[int] = []
+        self.close_hangs = False
 
     async def connect(self, within_seconds: float) -> Connection:
         self.tried += 1
@@ -53,10 +56,13 @@ class Database:
         return connection.is_closed
 
     def terminate(self, connection: Connection) -> None:
+        assert connection is not None, "only of a connection that there is"
         connection.terminate()
 
     async def close(self, connection: Connection) -> None:
-        connection.terminate()
+        self.closed.append(connection.number)
+        if self.close_hangs:
+            await asyncio.Event().wait()
 
     async def rollback(self, connection: Connection) -> None:
         if self.rollback_fails:
@@ -155,6 +161,18 @@ async def test_what_fails_before_its_commit_was_not_applied_and_is_rolled_back(d
     assert await sessions.read(number_of) == 3
 
 
+async def test_what_was_committed_is_answered(database: Database) -> None:
+    committed: list[int] = []
+
+    async def commit(connection: Connection) -> None:
+        committed.append(connection.number)
+
+    sessions = sessions_with(database)
+    assert await sessions.write(number_of, commit) == 1
+    assert await sessions.read(number_of, commit) == 1
+    assert committed == [1, 1]
+
+
 async def test_a_commit_that_fails_is_unknown(database: Database) -> None:
     sessions = sessions_with(database)
 
@@ -201,6 +219,69 @@ async def test_a_deadline_that_has_passed_does_not_spoil_the_next_work(database:
     assert await sessions.read(number_of) == 2, "the deadline of work that has ended is nobody's"
 
 
+async def test_a_deadline_finds_nothing_to_end_where_the_connection_was_dropped_before(database: Database) -> None:
+    sessions = sessions_with(database, deadline_seconds=0.01)
+    problems: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: problems.append(context))
+    begun, passed = asyncio.Event(), asyncio.Event()
+
+    async def answers_all_the_same(connection: Connection) -> int:
+        begun.set()
+        await passed.wait()
+        return connection.number
+
+    working = asyncio.ensure_future(sessions.read(answers_all_the_same))
+    await begun.wait()
+    sessions.drop_connections()
+    loop.call_later(0.03, passed.set)
+    assert await working == 1
+    assert problems == []
+    assert await sessions.read(number_of) == 2
+
+
+async def test_where_no_connection_is_there_is_none_to_drop_or_close(database: Database) -> None:
+    sessions = sessions_with(database, 2)
+    sessions.drop_connections()
+    await sessions.close()
+    assert (database.closed, database.connections) == ([], [])
+
+
+@pytest.mark.parametrize("hangs_too", [False, True])
+async def test_a_connection_is_closed_in_good_form_and_then_terminated_whatever_became_of_that(
+    database: Database, hangs_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.01)
+    database.close_hangs = hangs_too
+    sessions = sessions_with(database)
+    await sessions.read(number_of)
+    await sessions.close()
+    await sessions.close()
+    assert database.closed == [1]
+    assert database.connections[0].is_closed
+
+
+async def test_when_the_event_loop_ends_the_connection_of_what_was_under_way_is_dropped(database: Database) -> None:
+    sessions = sessions_with(database)
+    begun = asyncio.Event()
+
+    async def slow(_: Connection) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    before = asyncio.all_tasks()
+    caller = asyncio.ensure_future(sessions.write(slow))
+    await begun.wait()
+    ended = asyncio.all_tasks() - before
+    for task in ended:
+        task.cancel()
+    await asyncio.wait(ended)
+    assert all(task.cancelled() for task in ended)
+    assert caller in ended
+    assert database.connections[0].is_closed
+    assert await sessions.read(number_of) == 2
+
+
 async def test_a_caller_who_gives_up_leaves_the_work_to_finish(database: Database) -> None:
     sessions = sessions_with(database)
     begun, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -238,6 +319,18 @@ async def test_those_who_waited_for_a_refused_connection_are_refused_and_the_nex
     assert await sessions.read(number_of) == 1
 
 
+async def test_who_came_at_the_instant_of_a_refusal_is_refused_too(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some event loops count in milliseconds."""
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 5.0)
+    sessions = sessions_with(database)
+    database.away = OSError("nobody there")
+    several = [asyncio.ensure_future(sessions.read(number_of)) for _ in range(4)]
+    await asyncio.wait(several)
+    assert database.tried == 1
+
+
 async def test_a_deadlock_is_tried_again_from_the_start_and_then_given_up(database: Database) -> None:
     sessions = sessions_with(database)
     tries = 0
@@ -249,7 +342,9 @@ async def test_a_deadlock_is_tried_again_from_the_start_and_then_given_up(databa
             raise Again("deadlock")
         return tries
 
+    started_at = asyncio.get_running_loop().time()
     assert await sessions.write(work) == 3
+    assert asyncio.get_running_loop().time() - started_at > 0.05, "with a pause that grows, so that the other one ends"
     tries = 20
     with pytest.raises(Again):
         await sessions.write(work)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from duetime.errors import FailedOver, StoreUnavailable
-from duetime.model import Namespace, TimerKey
+from duetime.model import BEFORE_ALL, Namespace, TimerKey
 from duetime.store import Batch, Capabilities, Claim, Fence, ListQuery, Member, Stretch
 from duetime.stores import sql_store
 from duetime.stores.sessions import CONNECT_SECONDS
@@ -88,7 +88,7 @@ def database() -> Database:
 def store(database: Database) -> SqlStore:
     class SomeStore(SqlStore):
         capabilities = Capabilities(name="some", batch_max=100, payload_bytes_max=100, lanes=3)
-        link = schema = words = reads = lists = database  # type: ignore[assignment]
+        link = schema = words = reads = lists = database
 
     return SomeStore.from_url("some://host/db")
 
@@ -110,11 +110,9 @@ async def test_each_kind_of_work_has_sessions_of_its_own_with_their_number_and_l
 
 
 COMMITS, READS, CHANGES, LISTS, MEMBERSHIP = range(5)
-CLAIM, STRETCH, QUERY = (
-    Claim(1, 0, 1, "me", "here:1", 0),
-    Stretch(1, (0, 0, 0), 1, 1),
-    ListQuery(namespace="n", num_shards=1),
-)  # type: ignore[arg-type]
+CLAIM = Claim(1, 0, 1, "me", "here:1", 0)
+STRETCH = Stretch(1, BEFORE_ALL, 1, 1)
+QUERY = ListQuery(namespace="n", num_shards=1)
 NAMESPACE = Namespace(name="n", num_shards=1, created_at_ms=0)
 
 
@@ -186,6 +184,14 @@ async def test_one_that_joined_under_another_name_has_the_history_of_that_moment
     assert await store.heartbeat("new", 1) == 5
     assert await store.heartbeat("me", 1) == 5
     database.history = "timeline 3"
+    with pytest.raises(FailedOver):
+        await store.heartbeat("me", 2)
+
+
+async def test_a_beat_without_having_joined_learns_the_history(store: SqlStore, database: Database) -> None:
+    await store.open()
+    assert await store.heartbeat("me", 1) == 5
+    database.history = "timeline 2"
     with pytest.raises(FailedOver):
         await store.heartbeat("me", 2)
 

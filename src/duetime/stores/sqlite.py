@@ -166,8 +166,9 @@ class SqliteStore:
         except BaseException:
             await self.close()
             raise
-        self._reader = Worker("duetime-sqlite-reader")
-        self._lister = Worker("duetime-sqlite-lister")
+        if self._reader is None:  # opened twice is opened once
+            self._reader = Worker("duetime-sqlite-reader")
+            self._lister = Worker("duetime-sqlite-lister")
 
     async def close(self) -> None:
         """Checkpoint, so that the file alone is the database, and let go of it. More than once is fine."""
