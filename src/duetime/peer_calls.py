@@ -12,12 +12,12 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache, partial
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
-from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, Unserved
-from duetime.http_client import Answer, HttpClient, HttpError, parse_target, request_head
+from duetime.errors import Busy, Conflict, DuetimeError, NotOwner, OutcomeUnknown, Unserved
+from duetime.http_client import Answer, HttpClient, HttpError, Target, parse_target, request_head
 from duetime.peer_wire import (
     ORDERS_PATH,
     REFUSED,
@@ -33,7 +33,7 @@ from duetime.peer_wire import (
 )
 from duetime.peers import Forward, OrderAnswer, Peer, payload_chars
 from duetime.standing import InstanceStatus
-from duetime.telemetry import log
+from duetime.telemetry import Trouble, log
 from duetime.wire import ProblemJson
 
 __all__ = ["HttpPeers"]
@@ -42,6 +42,7 @@ _REQUESTS_MAX: Final = 4  # under way to one instance
 _ORDERS_MAX: Final = 256  # in one request
 _PAYLOAD_CHARS_MAX: Final = 2 * 1024 * 1024
 _WAITING_MAX: Final = 20_000
+_LINES_MAX: Final = 64  # kept for instances that nothing is asked of
 _UNSENT_S: Final = 2.0  # an order that could not be sent for so long goes back: its shard may have moved
 _REQUEST_TIMEOUT_MS: Final = 5_000
 _ORDER_TIMEOUT_S: Final = 15.0
@@ -51,23 +52,33 @@ _ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
 Call = Callable[[Peer, list[Forward], list[str]], Awaitable[Answer | None]]
 
 
+class Http(Protocol):
+    """What is needed of HttpClient. (The simulator has one of its own.)"""
+
+    async def send(self, target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int) -> Answer | None: ...
+
+    async def close(self) -> None: ...
+
+
 class HttpPeers:
     """`me` answers this instance's id, which changes when it joins again."""
 
-    def __init__(self, me: Callable[[], str]) -> None:
+    def __init__(self, me: Callable[[], str], http: Http | None = None) -> None:
         self._me = me
-        self._http = HttpClient(
+        self._http: Http = http or HttpClient(
             connect_timeout_ms=1_000, body_bytes_max=_ANSWER_BYTES_MAX, idle_ms=20_000, connections_max=4_096
         )
         self._lines: dict[str, _Line] = {}
-        # By peer, and never anew: one that was here before would refuse what it takes for repetitions.
+        # By the peer's id, which is a new one when it joins again, and never from 1 again for the same id: a number
+        # that was used is refused as a replay.
         self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(partial(itertools.count, 1))
+        self._refusals: dict[str, Trouble] = {}
 
     async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
         line = self._lines.get(peer.instance_id)
         if line is None:
-            line = self._lines[peer.instance_id] = _Line(peer, self._call)
             self._hang_up()
+            line = self._lines[peer.instance_id] = _Line(peer, self._call)
         return await line.ask(forward)
 
     async def status(self, peer: Peer) -> InstanceStatus:
@@ -89,15 +100,37 @@ class HttpPeers:
 
     async def _post(self, peer: Peer, path: str, body: bytes, timeout_ms: int) -> Answer | None:
         """None: a kept connection broke; the request may have arrived, so it is not sent again."""
-        target = _target(peer.address, path)
+        try:
+            target = _target(peer.address, path)
+        except ValueError as error:
+            raise HttpError(f"the address {peer.address!r} {error}", sent=False) from None
         headers = {"content-type": "application/msgpack", SIGNATURE: sign(peer.secret, body)}
         head = request_head("POST", target, headers)
         once = [b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)]
-        return await self._http.send(target, lambda: once.pop() if once else None, timeout_ms=timeout_ms)
+        answer = await self._http.send(target, lambda: once.pop() if once else None, timeout_ms=timeout_ms)
+        if answer is not None:
+            self._log_refusal(peer, answer)
+        return answer
+
+    def _log_refusal(self, peer: Peer, answer: Answer) -> None:
+        """When it begins, and once a minute while it lasts: writes to that peer's shards fail meanwhile."""
+        trouble = self._refusals.get(peer.instance_id)
+        if answer.status == 200:
+            if trouble is not None:
+                trouble.is_over()
+            return
+        if trouble is None:
+            if len(self._refusals) >= _LINES_MAX:
+                self._refusals.clear()
+            names = f"instance {peer.instance_id} at {peer.address}"
+            trouble = self._refusals[peer.instance_id] = Trouble(
+                f"requests of this instance ({self._me()}) to {names} fail", f"{names} answers requests again"
+            )
+        trouble.goes_on(Unserved(_refusal(answer)), int(asyncio.get_running_loop().time() * 1_000))
 
     def _hang_up(self) -> None:
-        """Instances come and go, and never come back: lines that nobody waits on are let go."""
-        if len(self._lines) > 64:
+        """Ids of instances are never used again: lines that nobody waits on are let go."""
+        if len(self._lines) >= _LINES_MAX:
             self._lines = {name: line for name, line in self._lines.items() if line.in_use}
 
 
@@ -164,9 +197,11 @@ class _Line:
 
     def _leave(self) -> None:
         self._planned = False
-        task = self._loop.create_task(self._carry(self._next()))
-        self._under_way.add(task)
-        task.add_done_callback(self._back)
+        orders = self._next()
+        if orders:
+            task = self._loop.create_task(self._carry(orders))
+            self._under_way.add(task)
+            task.add_done_callback(self._back)
         self._plan()
 
     def _back(self, task: asyncio.Task[None]) -> None:
@@ -196,16 +231,17 @@ class _Line:
             if answer is None:
                 raise HttpError("the connection broke before the answer", sent=True)
             if answer.status != 200:
-                # Refused at the door means that nothing of it was carried out; but who else may be between us
-                # and the door, and says what after how long, nobody knows.
-                raise HttpError(_refusal(answer), sent=answer.header(REFUSED) is None)
+                # Refused at the door means that nothing of it was carried out. A proxy in between may say anything at
+                # any time, and a replay means that a copy of this request may have come first: both are unknown.
+                refused = answer.header(REFUSED) is not None and answer.status != Conflict.status
+                raise HttpError(_refusal(answer), sent=not refused)
             self._read(new + again, answer)
         except HttpError as error:
             _tell(new, OutcomeUnknown(error.reason) if error.sent else NotOwner(error.reason))
             _tell(again, OutcomeUnknown(error.reason))
             self._give_back(error.reason)
         except Exception as error:  # nobody may wait for ever, whatever it was
-            log.exception("orders to the instance at %s failed", self._peer.address)
+            log.exception("unexpected error in a request to the instance at %s", self._peer.address)
             _tell(orders, OutcomeUnknown(f"the answer cannot be read: {error!r}"))
 
     def _give_back(self, reason: str) -> None:
@@ -215,8 +251,11 @@ class _Line:
         _tell(unsent, NotOwner(reason))
 
     def _read(self, orders: list[_Waiting], answer: Answer) -> None:
+        replies = decode_answers(answer.body).replies
+        if len(replies) != len(orders):  # then nobody knows which order a reply belongs to
+            raise ValueError(f"{len(replies)} replies to {len(orders)} orders")
         overdue = self._loop.time() - _ORDER_TIMEOUT_S
-        for order, reply in zip(orders, decode_answers(answer.body).replies, strict=True):
+        for order, reply in zip(orders, replies, strict=True):
             try:
                 decided = read_reply(reply)
             except DuetimeError as error:

@@ -9,16 +9,17 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
+from raw_server import Server, serving
 
-from duetime.api.peers import PeerDoor
-from duetime.errors import Conflict, DuetimeError, InvalidField, NotOwner, OutcomeUnknown, Unserved
+from duetime.api.app import Api
+from duetime.config import load_config
+from duetime.errors import Conflict, InvalidField, NotOwner, OutcomeUnknown, Unserved
 from duetime.http_client import Answer, HttpClient
-from duetime.http_server import HttpServer, Request, Response, serve_http
+from duetime.http_server import Handler, HttpServer, Request, Response, serve_http
 from duetime.model import Created, State, TimerKey, TimerSpec, TimerView, Updated, Verdict
 from duetime.peer_calls import HttpPeers
 from duetime.peer_wire import (
     ORDERS_PATH,
-    REFUSED,
     SIGNATURE,
     Answers,
     Orders,
@@ -32,6 +33,7 @@ from duetime.peer_wire import (
 from duetime.peers import CreateOrder, DeleteOrder, Forward, OrderAnswer, Peer
 from duetime.service import Service
 from duetime.standing import InstanceStatus
+from duetime.telemetry import Telemetry
 from duetime.testing import make_timer
 
 STATUS = InstanceStatus(
@@ -53,15 +55,22 @@ class Owner:
 
     def __init__(self) -> None:
         self.name = "b"
+        self.secret = "the secret"
         self.port = 0
         self.got: list[str] = []
         self.requests = 0
         self.released = asyncio.Event()
         self.answers: dict[str, asyncio.Future[OrderAnswer]] = {}
         self.break_off = False
+        self.said_instead: Response | None = None  # whatever was carried out
 
     def as_peer(self) -> Peer:
-        return Peer(self.name, f"127.0.0.1:{self.port}", "the secret")
+        return Peer(self.name, f"127.0.0.1:{self.port}", self.secret)
+
+    def join_again(self, name: str) -> None:
+        """As after a freeze: the process goes on under another id and with another secret."""
+        self.name = name
+        self.secret = f"the secret of {name}"
 
     def instance_status(self) -> InstanceStatus:
         return STATUS
@@ -93,27 +102,26 @@ class Owner:
 @pytest_asyncio.fixture
 async def owner() -> AsyncIterator[Owner]:
     owner = Owner()
-    door = PeerDoor(cast(Service, owner))
+    api = Api(cast(Service, owner), load_config(environ={}), Telemetry())
     server: HttpServer
 
     async def handle(request: Request) -> Response:
         owner.requests += 1
-        try:
-            response = await door.handle(request)
-        except DuetimeError as error:
-            return Response(error.status, str(error).encode(), headers=((REFUSED, "not carried out"),))
+        response = await api.handle(request)
         if owner.break_off:
             for connection in list(server.connections):
                 cast(Any, connection)._transport.abort()
-        return response
+        return owner.said_instead or response
 
-    server = await serve_http(
-        handle, "127.0.0.1", 0, body_bytes_max=1 << 24, connections_max=64, idle_timeout_ms=60_000
-    )
+    server = await listen(handle)
     owner.port = server.port
     yield owner
     owner.released.set()
     await server.close(1_000)
+
+
+async def listen(handle: Handler) -> HttpServer:
+    return await serve_http(handle, "127.0.0.1", 0, body_bytes_max=1 << 24, connections_max=64, idle_timeout_ms=60_000)
 
 
 @pytest_asyncio.fixture
@@ -219,15 +227,6 @@ async def test_a_request_that_was_overheard_cannot_be_sent_again(owner: Owner) -
     await http.close()
 
 
-async def test_old_numbers_stay_refused_when_many_have_been_here(owner: Owner) -> None:
-    door = PeerDoor(cast(Service, owner))
-    numbers = door._numbers_of("a")
-    assert all(numbers.is_new(number) for number in range(1, 10_000))
-    assert not any(numbers.is_new(number) for number in range(1, 10_000))
-    assert numbers.is_new(10_001)
-    assert numbers.is_new(10_000), "requests under way at once may arrive in any order"
-
-
 async def test_the_status_is_what_the_other_says(owner: Owner, peers: HttpPeers) -> None:
     assert await peers.status(owner.as_peer()) == STATUS
 
@@ -257,7 +256,7 @@ async def test_a_refusal_by_somebody_in_between_leaves_the_order_unknown(peers: 
     async def proxy(_: Request) -> Response:
         return Response(503, b"upstream is gone")
 
-    server = await serve_http(proxy, "127.0.0.1", 0, body_bytes_max=1 << 24, connections_max=64, idle_timeout_ms=60_000)
+    server = await listen(proxy)
     with pytest.raises(OutcomeUnknown, match="upstream is gone"):
         await peers.forward(Peer("b", f"127.0.0.1:{server.port}", "the secret"), create("t1"))
     await server.close(1_000)
@@ -283,3 +282,167 @@ async def test_a_peer_that_was_not_spoken_to_for_long_takes_orders_as_ever(owner
             await peers.forward(Peer(f"gone-{number}", "127.0.0.1:1", "?"), create(f"g{number}"))
     await peers.forward(owner.as_peer(), create("t2"))
     assert owner.got == ["t1", "t2"]
+
+
+# --- joining again -------------------------------------------------------------------------------
+
+
+async def test_a_peer_that_joined_again_under_a_new_id_takes_orders_at_once(owner: Owner, peers: HttpPeers) -> None:
+    """After a freeze an instance has a new id and a new secret, and its peers number their requests from 1 again."""
+    for number in range(50):
+        await peers.forward(owner.as_peer(), create(f"t{number}"))
+    owner.join_again("c")
+    assert isinstance(await peers.forward(owner.as_peer(), create("after")), Created)
+    assert await peers.status(owner.as_peer()) == STATUS
+    assert owner.got[-1] == "after"
+
+
+async def test_a_sender_that_joined_again_is_heard_and_so_is_its_next_id(owner: Owner) -> None:
+    name = "a"
+    peers = HttpPeers(lambda: name)
+    for name in ("a", "a2", "a3"):
+        assert isinstance(await peers.forward(owner.as_peer(), create(f"{name} 1")), Created)
+        assert isinstance(await peers.forward(owner.as_peer(), create(f"{name} 2")), Created)
+    await peers.close()
+    assert owner.got == ["a 1", "a 2", "a2 1", "a2 2", "a3 1", "a3 2"]
+
+
+async def test_an_order_that_a_peer_took_before_it_joined_again_is_unknown(owner: Owner, peers: HttpPeers) -> None:
+    """It is asked for under the id it was given to, and refused: it may have been carried out all the same."""
+    slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
+    while owner.requests < 2:
+        await asyncio.sleep(0.001)
+    owner.join_again("c")
+    with pytest.raises(OutcomeUnknown, match="this is instance c, not b"):
+        await slow
+    assert owner.got == ["slow"]
+
+
+async def test_an_order_is_unknown_if_a_copy_of_its_request_came_first(owner: Owner, peers: HttpPeers) -> None:
+    """Whoever listens on the network may send a copy and hold the request back: it is then refused as a replay."""
+    http = HttpClient()
+    body = encode(Orders("b", "a", 1, [create("t1")]))
+    url, headers = f"http://127.0.0.1:{owner.port}{ORDERS_PATH}", {SIGNATURE: sign("the secret", body)}
+    await http.request("POST", url, headers, body, timeout_ms=5_000)
+    with pytest.raises(OutcomeUnknown, match="replayed request number"):
+        await peers.forward(owner.as_peer(), create("t1"))
+    assert isinstance(await peers.forward(owner.as_peer(), create("t2")), Created)
+    await http.close()
+
+
+# --- sent, and then? -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Response(500, b"Internal Server Error"),
+        Response(200, b"not what instances say"),
+        Response(200, b""),
+        Response(200, encode(Answers([]))),
+        Response(200, encode(Answers([Reply(error="NotOwner"), Reply(error="NotOwner")]))),
+    ],
+    ids=["500", "unreadable", "empty", "too few replies", "too many replies"],
+)
+async def test_an_order_that_was_carried_out_is_unknown_whatever_is_said_of_it(
+    owner: Owner, peers: HttpPeers, said: Response
+) -> None:
+    owner.said_instead = said
+    with pytest.raises(OutcomeUnknown):
+        await peers.forward(owner.as_peer(), create("t1"))
+    assert owner.got == ["t1"]
+
+
+async def test_an_order_whose_kept_connection_breaks_is_unknown_though_nobody_listens_any_more(
+    peers: HttpPeers,
+) -> None:
+    """The first connection broke after the order was sent on it; that the second is refused proves nothing."""
+
+    async def one_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await server.read_request(reader)
+        writer.write(ok(encode(Answers([reply_of(Verdict.CANCELLED)]))))
+        await server.read_request(reader)
+        listening.close()
+
+    server = Server(one_answer)
+    listening = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+    peer = Peer("b", f"127.0.0.1:{listening.sockets[0].getsockname()[1]}", "the secret")
+    await peers.forward(peer, delete("t1"))
+    with pytest.raises(OutcomeUnknown):
+        await peers.forward(peer, delete("t2"))
+    await server.stop()
+    assert (len(server.requests), server.connections) == (2, 1)
+
+
+async def test_an_order_whose_kept_connection_breaks_is_not_sent_on_another(peers: HttpPeers) -> None:
+    async def one_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await server.read_request(reader)
+        writer.write(ok(encode(Answers([reply_of(Verdict.CANCELLED)]))))
+        await server.read_request(reader)
+
+    async with serving(one_answer) as server:
+        peer = Peer("b", f"127.0.0.1:{server.port}", "the secret")
+        await peers.forward(peer, delete("t1"))
+        with pytest.raises(OutcomeUnknown, match="broke before the answer"):
+            await peers.forward(peer, delete("t2"))
+    assert (len(server.requests), server.connections) == (2, 2)
+
+
+def ok(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+
+async def test_closing_breaks_off_what_is_under_way_and_sends_nothing_more(owner: Owner, peers: HttpPeers) -> None:
+    slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
+    while not owner.requests:
+        await asyncio.sleep(0.001)
+    await peers.close()
+    with pytest.raises(OutcomeUnknown):
+        await slow
+    with pytest.raises(NotOwner, match="closed"):
+        await peers.forward(owner.as_peer(), create("late"))
+    assert owner.got == ["slow"]
+
+
+async def test_an_address_that_is_none_means_not_sent(peers: HttpPeers) -> None:
+    wrong = Peer("b", "not an address", "the secret")
+    with pytest.raises(NotOwner, match="the address 'not an address'"):
+        await peers.forward(wrong, create("t1"))
+    with pytest.raises(Unserved, match="the address 'not an address'"):
+        await peers.status(wrong)
+
+
+# --- what the operator is told -------------------------------------------------------------------
+
+
+async def test_a_refused_request_is_logged_on_both_sides_with_both_ids_and_not_again_and_again(
+    owner: Owner, peers: HttpPeers, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = owner.as_peer()
+    owner.secret = "another"
+    for number in range(5):
+        with pytest.raises(NotOwner):
+            await peers.forward(peer, create(f"t{number}"))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == [
+        "refused a request from instance 'a' to instance 'b': not signed with this instance's secret",
+        f"requests of this instance (a) to instance b at 127.0.0.1:{owner.port} fail: "
+        "HTTP 401: not signed with this instance's secret",
+    ]
+    caplog.clear()
+    owner.secret = peer.secret
+    with caplog.at_level("INFO"):
+        await peers.forward(owner.as_peer(), create("t9"))
+        await peers.forward(owner.as_peer(), create("t10"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"instance b at 127.0.0.1:{owner.port} answers requests again"
+    ]
+
+
+async def test_refusals_of_many_peers_are_not_remembered_for_ever(
+    owner: Owner, peers: HttpPeers, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(200):
+        with pytest.raises(Unserved):
+            await peers.status(replace(owner.as_peer(), instance_id=f"gone-{number}"))
+    assert len(peers._refusals) <= 64

@@ -40,7 +40,8 @@ from duetime.stores.memory import MemoryStore
 from duetime.telemetry import Telemetry
 from duetime.testing.checker import Callback, Kind, Result, Violation, Wish, judge
 from duetime.testing.sim_loop import INSTANCE, SimLoop
-from duetime.testing.sim_network import SimDeliverer, SimPeers, SimStore
+from duetime.testing.sim_network import SimDeliverer, SimStore
+from duetime.testing.sim_peers import SimPeers
 from duetime.testing.virtual import START_WALL_MS, VirtualClock
 
 __all__ = ["Run", "Scenario", "simulate"]
@@ -107,7 +108,7 @@ class Instance:
             address=name,
             rng=random.Random(world.rng.getrandbits(64)),
         )
-        self.service = Service(config, self.engine, store, deliverer, SimPeers(world))
+        self.service = Service(config, self.engine, store, deliverer, SimPeers(world, self))
 
     def inside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run something as part of this instance: it stops when the instance does."""

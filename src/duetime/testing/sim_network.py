@@ -1,5 +1,5 @@
 """What an instance of the simulated cluster sees of the world, by a network on which everything may go wrong: the
-database, the destinations, and the other instances."""
+database and the destinations (the other instances: sim_peers.py)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from duetime.delivery import Attempt
-from duetime.errors import DuetimeError, NotOwner, OutcomeUnknown, StoreError, StoreThrottled, StoreUnavailable
+from duetime.errors import DuetimeError, OutcomeUnknown, StoreError, StoreThrottled, StoreUnavailable
 from duetime.model import Contact, Outcome
-from duetime.peers import Forward, OrderAnswer, Peer
-from duetime.standing import InstanceStatus
 from duetime.store import Batch, Committed
 from duetime.testing.checker import Callback
 
 if TYPE_CHECKING:
-    from duetime.testing.sim import Instance, World
+    from duetime.testing.sim import World
 
-__all__ = ["SimDeliverer", "SimPeers", "SimStore"]
+__all__ = ["SimDeliverer", "SimStore"]
 
 _WRITES = frozenset({"commit", "claim", "release", "purge_reached", "join", "heartbeat", "mark_dead", "put_namespace"})
 
@@ -175,44 +173,3 @@ class SimDeliverer:
             return
         await asyncio.sleep(rng.uniform(0.5, 3.0) if host == "http://slow" else rng.uniform(0.0005, 0.01))
         _answer(answer, Outcome(Contact.ANSWERED, 200))
-
-
-# --- the way between instances -------------------------------------------------------------------
-
-
-class SimPeers:
-    """Forwards between instances: slow, lost on the way there or back, and delivered twice."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
-        world, rng = self._world, self._world.rng
-        await asyncio.sleep(rng.uniform(0.0001, 0.003))
-        target = world.instances.get(peer.address)
-        if target is None or target.service.as_peer() != peer:
-            raise NotOwner("nobody there, or somebody else")
-        dice = rng.random() if world.stormy else 1.0
-        if dice < world.scenario.lost_forwards:
-            world.fault("forward lost")
-            await asyncio.sleep(1)
-            raise OutcomeUnknown("no answer")
-        if rng.random() < world.scenario.repeated_forwards and world.stormy:
-            world.fault("forward repeated")
-            world.outside(self._again(target, forward))
-        answer = target.inside(target.take(forward))
-        done, _ = await asyncio.wait({answer}, timeout=12)
-        if not done or dice < world.scenario.lost_forwards * 2:
-            world.fault("answer to a forward lost")
-            raise OutcomeUnknown("no answer")
-        return answer.result()
-
-    async def status(self, peer: Peer) -> InstanceStatus:
-        return self._world.instances[peer.address].service.instance_status()
-
-    async def close(self) -> None: ...
-
-    async def _again(self, target: Instance, forward: Forward) -> None:
-        await asyncio.sleep(self._world.rng.uniform(0.0, 6.0))
-        if target.name in self._world.instances:
-            target.inside(_quietly(lambda: target.take(forward)))
