@@ -73,8 +73,10 @@ class Scenario(Struct, frozen=True, kw_only=True):
     failed_store: float = 0.02
     unknown_store: float = 0.02  # half of them applied, some of those late
     torn_commit: float = 0.03  # each batch fares by itself, as where every shard is a transaction of its own
-    outages: float = 0.03  # per second: of the link to the database, of one instance or of all
+    torn_answer: float = 0.03  # a load or a purge fails for some of its shards
+    outages: float = 0.06  # per second: of the link to the database, of one instance or of all
     odd_errors: float = 0.03  # per second: a call of the store fails in a way nobody foresaw, once or several times
+    spoilt_rows: float = 0.01  # per second: a timer that cannot be decoded any more
     crashes: float = 0.06
     freezes: float = 0.06
     jumps: float = 0.04
@@ -82,6 +84,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     broken_deliveries: float = 0.003  # per delivery: the deliverer raises
     dead_connections: float = 0.02  # per delivery: the request goes once more, on another connection
     lost_callback_answers: float = 0.01  # per delivery that was accepted
+    hang_ups: float = 0.01  # per request of a client
     lost_requests: float = 0.03  # per request of a client
     slow_connects: float = 0.1  # per delivery
     lost_forwards: float = 0.03  # per forward, on the way there; as many on the way back
@@ -159,6 +162,14 @@ class Instance:
         context.run(INSTANCE.set, self.name)
         return self.world.loop.create_task(work, context=context)
 
+    def cancel(self, task: asyncio.Task[Any]) -> None:
+        """What is done to a task of this instance happens in it, too."""
+
+        async def cancel() -> None:
+            task.cancel()
+
+        self.inside(cancel())
+
     async def take(self, forward: Forward) -> OrderAnswer:
         return await asyncio.shield(self.service.take(forward))
 
@@ -209,7 +220,7 @@ class World:
         self.restless = False
         self.left_behind: list[tuple[str, str]] = []  # timers, and their values, in namespaces that were deleted
         self._deleted: dict[str, int] = {}  # namespace -> when its deletion was acknowledged
-        self._departures: list[asyncio.Task[Any]] = []
+        self._changes: list[asyncio.Task[Any]] = []  # instances that leave, and those that come for them
         self._running: dict[str, Instance] = {}  # also those that clients do not ask any more
         self._born = 0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -248,7 +259,8 @@ class World:
         self.wishes.append(wish)
         self.tell(f"wish {msgspec.json.encode(wish).decode()}")
         deleted_at_ms = self._deleted.get(namespace)
-        if deleted_at_ms is not None and wish.result is Result.OK and wish.asked_at_ms > deleted_at_ms:
+        is_late = deleted_at_ms is not None and wish.asked_at_ms > deleted_at_ms
+        if is_late and wish.result is Result.OK and self.database.is_deleted(namespace):
             self._violated(wish.timer, f"a {wish.kind} was acknowledged in a namespace that is deleted")
 
     # --- namespaces -------------------------------------------------------------------------------
@@ -278,6 +290,9 @@ class World:
                     timer, f"{value!r} was acknowledged, then the deletion of its namespace, and it is there"
                 )
 
+    def running(self) -> list[Instance]:
+        return list(self._running.values())
+
     def outside(self, work: Any) -> asyncio.Task[Any]:
         """Run something that belongs to no instance."""
         context = copy_context()
@@ -294,6 +309,8 @@ class World:
         instance = Instance(self, f"i{self._born}", self.config)
         self.instances[instance.name] = self._running[instance.name] = instance
         self.tell(f"launch {instance.name}")
+        if self.stormy and self.settings.clocks == "jumps" and self.rng.random() < 0.1:
+            self.happen("jump", instance)
         instance.inside(instance.start())
         return instance
 
@@ -337,6 +354,7 @@ class World:
                 ("departure", scenario.departures),
                 ("outage", scenario.outages),
                 ("odd errors", scenario.odd_errors),
+                ("spoilt row", scenario.spoilt_rows),
             ):
                 if rng.random() < per_second * 0.1 and self.instances:
                     self.happen(kind, rng.choice(list(self.instances.values())))
@@ -345,7 +363,7 @@ class World:
         rng = self.rng
         self.fault(kind)
         if kind == "crash":
-            self.outside(self.restart(victim, rng.uniform(0.1, 6.0)))
+            self._changes.append(self.outside(self.restart(victim, rng.uniform(0.1, 6.0))))
         elif kind == "freeze":
             self.loop.freeze(victim.name)
             self.tell(f"freeze {victim.name}")
@@ -356,12 +374,14 @@ class World:
             self.outside(self.later(rng.uniform(0.5, 5.0), lambda: setattr(victim.clock, "offset_ms", 0)))
         elif kind == "outage":
             self._cut_off(victim)
+        elif kind == "spoilt row":
+            self.database.spoil_one(rng)
         elif kind == "odd errors":
             method = rng.choice(_ODD_METHODS)
             victim.link.odd_errors[method] = rng.choice((1, 2, 6))
             self.tell(f"odd errors {victim.name} {method}")
         elif victim.up:
-            self.outside(self._replace(victim))
+            self._changes.append(self.outside(self._replace(victim)))
 
     def _cut_off(self, victim: Instance) -> None:
         """No connection to the database for a while: for one or for all, for commits only or for everything."""
@@ -377,7 +397,7 @@ class World:
     async def _replace(self, victim: Instance) -> None:
         """One leaves in order, another comes; where there can be only one, after it."""
         departure = self.outside(self.depart(victim))
-        self._departures.append(departure)
+        self._changes.append(departure)
         if self.settings.exclusive:
             await asyncio.wait({departure})
         await asyncio.sleep(self.rng.uniform(0.1, 3.0))
@@ -442,7 +462,7 @@ class World:
     async def calm(self) -> None:
         """Everything is mended: whoever is frozen thaws, clocks are right, and it must come to rest."""
         self._mend()
-        await asyncio.gather(*self._departures)
+        await asyncio.gather(*self._changes)
         while len(self.instances) < self.settings.instances:
             self.launch()
         self.tell("calm")
@@ -499,9 +519,11 @@ def judged(world: World) -> list[Violation]:
         )
         for call in world.callbacks
     ]
+    # Nobody can say what becomes of a row that cannot be read; the others are not to suffer by it.
+    spoilt = {name_in_history(key) for key in world.database.spoilt}
     violations = world.violations + judge(
-        world.wishes,
-        callbacks,
+        [wish for wish in world.wishes if wish.timer not in spoilt],
+        [call for call in callbacks if call.timer not in spoilt],
         clock_error_ms=world.config.engine.clock_skew_max.ms if jumps else EARLY_BY_MAX_MS,
         faults=world.explanations,
         all_accepted=True,

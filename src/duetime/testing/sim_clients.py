@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from duetime.errors import Busy, Conflict, DuetimeError, NotFound, OutcomeUnknown
+from duetime.errors import Busy, Conflict, DuetimeError, InvalidField, NotFound, OutcomeUnknown
 from duetime.model import (
     Created,
     Missed,
     NamespaceSpec,
     RetryPolicy,
+    State,
     TimerFilter,
     TimerKey,
     TimerPatch,
@@ -26,7 +28,7 @@ from duetime.model import (
 )
 from duetime.service import Service
 from duetime.testing.checker import Kind, Result, Violation, Wish
-from duetime.testing.sim_network import name_in_history, value_of
+from duetime.testing.sim_network import FORBIDDEN_HEADERS, FORBIDDEN_URL, name_in_history, value_of
 
 if TYPE_CHECKING:
     from duetime.testing.sim import Instance, World
@@ -36,6 +38,10 @@ __all__ = ["NamespaceClient", "SimClient"]
 _SKIP_LATE_MS = 1_500
 _HOSTS = ("ok", "slow", "dead", "flapping", "busy", "again")
 _HOST_WEIGHTS = (12, 2, 2, 4, 1, 1)
+
+HUNG_UP = object()
+# Who hangs up and asks for something else has two requests under way: the first may be applied this much later.
+_HUNG_UP_MS = 30_000
 
 Call = Callable[[Service], Awaitable[Any]]
 
@@ -88,8 +94,10 @@ class SimClient:
             await self.read(timer)
         elif dice < 0.585:
             await self.look_around()
+        elif dice < 0.60:
+            await self.ask_nonsense(timer)
         else:
-            await self.put(timer, self._some_url(), self._some_delay_ms(), if_absent=dice < 0.62)
+            await self.put(timer, self._some_url(), self._some_delay_ms(), if_absent=dice < 0.64)
 
     def _some_url(self) -> str:
         return "http://" + self.world.rng.choices(_HOSTS, _HOST_WEIGHTS)[0]
@@ -131,7 +139,7 @@ class SimClient:
         kind = Kind.ENSURE if isinstance(answer, Created) and answer.existed else Kind.PUT
         if result is not Result.FAIL:
             self._specs[spec.timer_id] = spec
-        self._put(spec, asked_at_ms, result, kind)
+        self._put(spec, asked_at_ms, result, kind, answer=answer)
 
     async def update(self, timer: str, delay_ms: int | None) -> None:
         """A new payload, and a new time unless `delay_ms` is None."""
@@ -139,37 +147,51 @@ class SimClient:
         due_ms = 0 if delay_ms is None else asked_at_ms + delay_ms
         value, payload = self._new_value()
         patch = TimerPatch(execute_at_ms=UNSET if delay_ms is None else due_ms, payload=payload)
-        result, _ = await self._ask(lambda service: service.update(self._key(timer), patch))
-        self._wished(timer, Kind.PUT, asked_at_ms, result, value, due_ms, keeps_due=delay_ms is None)
+        if self.world.rng.random() < 0.1:
+            patch = replace(
+                patch,
+                callback_url=self._some_url(),
+                retry_policy=RetryPolicy(initial_interval_ms=500, max_interval_ms=4_000),
+                callback_timeout_seconds=5,
+                correlation_id=value,
+                headers={"x-sim": value},
+                tags=("updated",),
+            )
+        result, answer = await self._ask(lambda service: service.update(self._key(timer), patch))
+        self._wished(timer, Kind.PUT, asked_at_ms, result, value, due_ms, keeps_due=delay_ms is None, answer=answer)
 
     async def delete(self, timer: str) -> None:
         asked_at_ms = self.world.now_ms()
-        result, _ = await self._ask(lambda service: service.delete(self._key(timer)))
-        self._wished(timer, Kind.DELETE, asked_at_ms, result)
+        result, answer = await self._ask(lambda service: service.delete(self._key(timer)))
+        self._wished(timer, Kind.DELETE, asked_at_ms, result, answer=answer)
 
     async def fire_now(self, timer: str) -> None:
         asked_at_ms = self.world.now_ms()
-        result, _ = await self._ask(lambda service: service.fire_now(self._key(timer)))
-        self._wished(timer, Kind.FIRE_NOW, asked_at_ms, result)
+        result, answer = await self._ask(lambda service: service.fire_now(self._key(timer)))
+        self._wished(timer, Kind.FIRE_NOW, asked_at_ms, result, answer=answer)
 
     async def replay(self, timer: str) -> None:
         asked_at_ms = self.world.now_ms()
-        result, _ = await self._ask(lambda service: service.replay(self._key(timer)))
-        self._wished(timer, Kind.REPLAY, asked_at_ms, result)
+        result, answer = await self._ask(lambda service: service.replay(self._key(timer)))
+        self._wished(timer, Kind.REPLAY, asked_at_ms, result, answer=answer)
 
     async def put_many(self, timers: list[str], url: str, delay_ms: int) -> None:
         asked_at_ms = self.world.now_ms()
         specs = [self._spec(timer, url, delay_ms) for timer in timers]
-        result, answers = await self._ask(lambda service: service.create_many(specs))
+        undecodable = InvalidField("payload", "is no JSON")
+        result, answers = await self._ask(lambda service: service.create_many([*specs, undecodable]))
         for index, spec in enumerate(specs):
-            self._put(spec, asked_at_ms, _result_of(answers[index]) if result is Result.OK else result)
+            each = _result_of(answers[index]) if result is Result.OK else result
+            self._put(spec, asked_at_ms, each, answer=answers)
 
     async def delete_many(self, timers: list[str]) -> None:
         asked_at_ms = self.world.now_ms()
         keys = [self._key(timer) for timer in timers]
-        result, answers = await self._ask(lambda service: service.delete_many(keys))
+        undecodable = InvalidField("timerId", "is no text")
+        result, answers = await self._ask(lambda service: service.delete_many([*keys, undecodable]))
         for index, timer in enumerate(timers):
-            self._wished(timer, Kind.DELETE, asked_at_ms, _result_of(answers[index]) if result is Result.OK else result)
+            each = _result_of(answers[index]) if result is Result.OK else result
+            self._wished(timer, Kind.DELETE, asked_at_ms, each, answer=answers)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -188,9 +210,45 @@ class SimClient:
             self.world.violations.append(Violation("G", self._name(timer), what, ""))
 
     async def look_around(self) -> None:
-        """Lists and the cluster's status: they must not break anything."""
-        await self._ask(lambda service: service.list_timers(TimerFilter(namespace=self.namespace, limit=5)))
+        """Lists and how the cluster is doing: they must not break anything."""
+        state = self.world.rng.choice((None, None, *State))
+        page = TimerFilter(namespace=self.namespace, state=state, limit=5)
+        for _ in range(3):
+            _, answer = await self._ask(partial(_list, page))
+            if not isinstance(answer, tuple) or answer[1] is None:
+                break
+            page = replace(page, cursor=answer[1])
         await self._ask(lambda service: service.cluster_status())
+        await self._ask(lambda service: service.list_namespaces())
+        await self._ask(lambda service: service.get_namespace(self.namespace))
+        await self._ask(_standing)
+
+    async def ask_nonsense(self, timer: str) -> None:
+        """What can never be granted is refused, and changes nothing."""
+        key, spec = self._key(timer), self._spec(timer, "http://ok", 1_000)
+        calls: list[Call] = [
+            lambda service: service.create(replace(spec, callback_url=None)),
+            lambda service: service.create(replace(spec, callback_url=FORBIDDEN_URL)),
+            lambda service: service.create(replace(spec, headers=FORBIDDEN_HEADERS)),
+            lambda service: service.create(replace(spec, execute_at_ms=None)),
+            lambda service: service.create(replace(spec, execute_at_ms=None, delay_ms=10**15)),
+            lambda service: service.create(replace(spec, payload='"' + "x" * 300_000 + '"')),
+            lambda service: service.update(key, TimerPatch(callback_url=FORBIDDEN_URL)),
+            lambda service: service.update(key, TimerPatch(callback_url=None)),
+            lambda service: service.update(key, TimerPatch(headers=FORBIDDEN_HEADERS)),
+            lambda service: service.create_namespace(NamespaceSpec(name="")),
+            lambda service: service.create_namespace(NamespaceSpec(name="wide", num_shards=10**6)),
+            lambda service: service.create_namespace(NamespaceSpec(name="n0", num_shards=7)),
+            lambda service: service.update_namespace(NamespaceSpec(name="default", num_shards=9)),
+            lambda service: service.update_namespace(NamespaceSpec(name="default", callback_url=FORBIDDEN_URL)),
+            lambda service: service.update_namespace(NamespaceSpec(name="default", signing_secrets=("whsec_…none",))),
+            lambda service: service.delete_namespace("default"),
+            lambda service: service.list_timers(TimerFilter(namespace="default", cursor="nonsense")),
+        ]
+        number = self.world.rng.randrange(len(calls))
+        result, _ = await self._ask(calls[number])
+        if result is Result.OK:
+            self.world.violations.append(Violation("D", self._name(timer), f"nonsense {number} was granted", ""))
 
     # --- words ------------------------------------------------------------------------------------
 
@@ -220,11 +278,13 @@ class SimClient:
             execute_at_ms=self.world.now_ms() + delay_ms,
             callback_url=url,
             payload=self._new_value()[1],
+            headers={"x-sim": timer} if self.world.rng.random() < 0.1 else None,
             missed=Missed(skip_if_late_by_ms=skip_late_ms) if skip_late_ms else None,
         )
 
-    def _put(self, spec: TimerSpec, asked_at_ms: int, result: Result, kind: Kind = Kind.PUT) -> None:
-        self._wished(spec.timer_id, kind, asked_at_ms, result, value_of(spec.payload), spec.execute_at_ms or 0)
+    def _put(self, spec: TimerSpec, asked_at_ms: int, result: Result, kind: Kind = Kind.PUT, *, answer: object) -> None:
+        value, due_ms = value_of(spec.payload), spec.execute_at_ms or 0
+        self._wished(spec.timer_id, kind, asked_at_ms, result, value, due_ms, answer=answer)
 
     def _wished(
         self,
@@ -236,13 +296,14 @@ class SimClient:
         due_ms: int = 0,
         *,
         keeps_due: bool = False,
+        answer: object = None,
     ) -> None:
         if kind is Kind.PUT and result is Result.OK:
             self._certain[timer] = value
         elif kind in (Kind.PUT, Kind.DELETE) and result is not Result.FAIL:
             self._certain.pop(timer, None)
         skip_late_ms = self._skip_late_ms(timer)
-        told_at_ms = self.world.now_ms()
+        told_at_ms = self.world.now_ms() + (_HUNG_UP_MS if answer is HUNG_UP else 0)
         wish = Wish(self._name(timer), kind, asked_at_ms, told_at_ms, result, value, due_ms, keeps_due, skip_late_ms)
         self.world.wished(wish, self.namespace)
 
@@ -252,13 +313,15 @@ class SimClient:
         """At one instance after the other, as long as it is certain that nothing was applied."""
         world, rng = self.world, self.world.rng
         for _ in range(40):
-            up = [instance for instance in world.instances.values() if instance.up]
+            # Now and then one that is just leaving, which still listens.
+            known = world.running() if world.stormy and rng.random() < 0.1 else world.instances.values()
+            up = [instance for instance in known if instance.up]
             if not up:
                 await asyncio.sleep(0.3)
                 continue
             result, answer = await self._ask_one(rng.choice(up), call)
-            if result is not None:
-                return result, answer
+            if result is not None or answer is HUNG_UP:
+                return result or Result.INFO, answer
             if world.stormy and rng.random() < 0.2:
                 break  # takes the server at its word
             await asyncio.sleep(rng.uniform(0.01, 0.3))
@@ -270,6 +333,12 @@ class SimClient:
         if lost and rng.random() < 0.5:
             world.fault("request lost")
             return Result.INFO, None
+        if world.stormy and rng.random() < world.scenario.hang_ups:
+            world.fault("client hung up")
+            answer = instance.inside(_outcome(call, instance.service))
+            await asyncio.wait({answer}, timeout=rng.choice((0.001, 0.01, 0.5)))
+            instance.cancel(answer)  # as the HTTP server does it
+            return None, HUNG_UP
         await asyncio.sleep(rng.uniform(0.0001, 0.002))
         answer = instance.inside(_outcome(call, instance.service))
         # A crashed instance never answers, and a client does not wait for ever.
@@ -279,6 +348,15 @@ class SimClient:
                 world.fault("answer lost")
             return Result.INFO, None
         return answer.result()
+
+
+async def _list(page: TimerFilter, service: Service) -> object:
+    return await service.list_timers(page)
+
+
+async def _standing(service: Service) -> None:
+    service.readiness()
+    service.shard_map()
 
 
 async def _outcome(call: Call, service: Service) -> tuple[Result | None, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 from duetime.clock import Clock
-from duetime.model import Namespace, Timer
+from duetime.model import Namespace, Timer, TimerKey
 from duetime.store import Batch, Capabilities, Committed, ListQuery
 from duetime.stores.memory import MemoryStore
 
@@ -18,6 +20,7 @@ class SimDatabase(MemoryStore):
         self.recorded_at_ms: dict[tuple[str, int], int] = {}
         self.over_at_ms: dict[str, int] = {}  # delivery id -> when no attempt of it was to follow any more
         self.stored_namespaces: dict[str, list[Namespace]] = {}  # every version of each
+        self.spoilt: set[TimerKey] = set()
 
     def _commit(self, batch: Batch) -> Committed:  # type: ignore[override]
         shard = self._shards.get(batch.fence.shard_id)
@@ -60,4 +63,13 @@ class SimDatabase(MemoryStore):
 
     async def is_at_rest(self) -> bool:
         """No timer is scheduled, in any namespace."""
-        return not any(shard.timers for shard in self._shards.values())
+        return not any(shard.timers.keys() - self.spoilt for shard in self._shards.values())
+
+    def spoil_one(self, rng: random.Random) -> None:
+        """Make the row of some timer unreadable, if the memory store knows how to."""
+        spoil = getattr(self, "spoil_timer", None)
+        there = [(shard_id, key) for shard_id, shard in self._shards.items() for key in shard.timers]
+        if spoil is not None and there:
+            shard_id, key = rng.choice(there)
+            spoil(shard_id, key)
+            self.spoilt.add(key)

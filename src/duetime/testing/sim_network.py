@@ -21,7 +21,10 @@ from duetime.timetext import format_instant
 if TYPE_CHECKING:
     from duetime.testing.sim import World
 
-__all__ = ["Cut", "SimDeliverer", "SimStore", "name_in_history", "value_of"]
+__all__ = ["FORBIDDEN_HEADERS", "FORBIDDEN_URL", "Cut", "SimDeliverer", "SimStore", "name_in_history", "value_of"]
+
+FORBIDDEN_URL = "http://forbidden"
+FORBIDDEN_HEADERS = {"forbidden": "yes"}
 
 _WRITES = frozenset({"commit", "claim", "release", "purge_reached", "join", "heartbeat", "mark_dead", "put_namespace"})
 
@@ -96,6 +99,12 @@ class SimStore:
             _answer(answer, [await self._one_of_many(inner, batch) for batch in args[0]])
             return
         dice -= scenario.torn_commit
+        if dice < scenario.torn_answer and name in ("load", "purge_reached"):
+            world.fault(f"{name} failed for some shards")
+            results = await self.perform(name, inner, args)
+            _answer(answer, [StoreThrottled("simulated") if rng.random() < 0.5 else result for result in results])
+            return
+        dice -= scenario.torn_answer
         slow = dice < scenario.slow_store
         late = slow and rng.random() < 0.5
         if slow:
@@ -153,7 +162,9 @@ class SimStore:
             return
         limit = self._world.rng.uniform(2.0, 8.0)  # of the driver's patience
         await asyncio.sleep(min(limit, cut.until - self._world.loop.now))
-        error = OutcomeUnknown if name in _WRITES else StoreUnavailable
+        # Some never left: they waited for a connection.
+        is_unknown = name in _WRITES and self._world.rng.random() < 0.7
+        error = OutcomeUnknown if is_unknown else StoreUnavailable
         _answer(answer, error("simulated: no answer in time"))
 
     async def _fail_oddly(
@@ -191,20 +202,31 @@ class SimDeliverer:
         self._world = world
         self._name = name
 
-    def check(self, url: str) -> None: ...
-    def check_headers(self, headers: Mapping[str, str]) -> None: ...
+    def check(self, url: str) -> None:
+        if url == FORBIDDEN_URL:
+            raise ValueError("is forbidden")
+
+    def check_headers(self, headers: Mapping[str, str]) -> None:
+        if headers == FORBIDDEN_HEADERS:
+            raise ValueError("are forbidden")
+
     async def close(self) -> None: ...
+
     def destination(self, url: str) -> str:
+        world = self._world
+        if world.stormy and world.rng.random() < world.scenario.broken_deliveries:
+            world.fault("destination not known")
+            raise ValueError("simulated")
         return url
 
     async def deliver(self, attempt: Attempt) -> Outcome:
         world, rng, scenario = self._world, self._world.rng, self._world.scenario
-        if world.stormy and rng.random() < scenario.broken_deliveries:
-            world.fault("delivery broke before it began")
-            raise ValueError("simulated")
         # Connecting takes a moment, and now and then much longer: the time in which everything may change.
         slow = world.stormy and rng.random() < scenario.slow_connects
         await asyncio.sleep(rng.uniform(0.0001, 3.0 if slow else 0.003))
+        if world.stormy and rng.random() < scenario.broken_deliveries * (10 if slow else 1):
+            world.fault("delivery broke before it began")
+            raise ValueError("simulated")
         if attempt.begin() is None:
             return Outcome(Contact.NOT_SENT)
         self._check_namespace(attempt)

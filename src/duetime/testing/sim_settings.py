@@ -55,6 +55,7 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
             "namespaces.default_num_shards": num_shards,
             "delivery.breaker_pause_max": "4s",
             "engine.look_ahead": f"{rng.choice((2, 10, 60))}s",
+            "namespaces.create_on_first_use": one_in(8),
         },
     )
     engine: dict[str, Any] = {"timers_in_memory_max": rng.choice((40, 60, 200, 1_000, 1_000, 1_000))}
