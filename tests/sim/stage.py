@@ -8,12 +8,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
-from duetime.config import load_config
 from duetime.errors import OutcomeUnknown, StoreThrottled
 from duetime.model import shard_of
 from duetime.store import GuardedStore, ShardRow
-from duetime.testing.checker import Callback, Result, judge
-from duetime.testing.sim import Instance, Scenario, SimClient, World
+from duetime.testing.checker import Callback, Result
+from duetime.testing.sim import Instance, Scenario, SimClient, World, judged
 from duetime.testing.sim_network import SimStore
 
 __all__ = ["Line", "Stage", "staged"]
@@ -27,14 +26,18 @@ QUIET = Scenario(
     torn_commit=0,
     lost_requests=0,
     slow_connects=1,
+    broken_deliveries=0,
+    dead_connections=0,
+    lost_callback_answers=0,
+    lost_forwards=0,
+    repeated_forwards=0,
+    varied=False,
 )
 
 
 class Stage(World):
     def __init__(self, seed: int = 1) -> None:
         super().__init__(seed, QUIET)
-        # The simulator plays with the settings; a story needs the same ones each time.
-        self.config = load_config(environ={}, flags={"namespaces.default_num_shards": self.num_shards})
         self.client = SimClient(self, "client")
 
     async def enter(self, count: int) -> list[Instance]:
@@ -114,13 +117,14 @@ class Line:
         await self._travel(name, inner, args, answer)
 
 
-def staged(story: Callable[[Stage], Awaitable[None]], *, judged: bool = True) -> Stage:
+def staged(story: Callable[[Stage], Awaitable[None]], *, is_judged: bool = True) -> Stage:
     """Play it, and let the checker judge what the destinations saw."""
     stage = Stage()
     asyncio.set_event_loop(stage.loop)
     logging.disable(logging.CRITICAL)
 
     async def told() -> None:
+        stage.outside(stage.watch())
         await story(stage)
 
     try:
@@ -129,7 +133,7 @@ def staged(story: Callable[[Stage], Awaitable[None]], *, judged: bool = True) ->
         logging.disable(logging.NOTSET)
         stage.loop.clear_up()
         asyncio.set_event_loop(None)
-    if judged:
-        violations = judge(stage.wishes, stage.callbacks, clock_error_ms=stage.config.engine.clock_skew_max.ms)
+    if is_judged:
+        violations = judged(stage)
         assert not violations, str(violations[0])
     return stage

@@ -191,7 +191,7 @@ def test_case_54_a_restored_backup_loses_nothing_from_before_it_and_obeys_nobody
         assert {call.value for call in stage.callbacks[-len(kept) :]} == {w.value for w in stage.wishes[-len(kept) :]}
         assert "forgotten" not in stage.called()
 
-    staged(story, judged=False)  # the checker does not know of databases that forget
+    staged(story, is_judged=False)  # the checker does not know of databases that forget
 
 
 def test_case_54_whoever_runs_while_a_backup_is_restored_joins_again_and_goes_on() -> None:

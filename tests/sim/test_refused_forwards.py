@@ -33,4 +33,4 @@ def test_case_27_a_forward_that_was_refused_is_refused_again_even_by_an_owner() 
         await asyncio.sleep(5)
         assert [call.timer for call in stage.callbacks] == [name]
 
-    staged(story, judged=False)  # no client asked for it
+    staged(story, is_judged=False)  # no client asked for it

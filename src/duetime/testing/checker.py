@@ -1,10 +1,10 @@
 """Judges a history: what clients asked for and were told, against what receivers saw.
 
 The receiver's log is the evidence. Every put carries a value of its own (its payload), so that a callback
-tells which wish it serves. Wishes about one timer come one after the other; an outcome that nobody knows
-(`INFO`: the connection broke, the server died) counts as maybe.
+tells which wish it serves. Wishes about one timer come one after the other, or two at the same time; an outcome
+that nobody knows (`INFO`: the connection broke, the server died) counts as maybe.
 
-    A  a timer whose last word is a put that was acknowledged fires with that value
+    A  a timer whose last word is a put that was acknowledged fires with that value; one that was replayed fires again
     B  nothing fires before its time
     C  nothing starts after an acknowledged delete, no older value after an acknowledged put
     D  what fires last is the last acknowledged value (together with A and C), and nothing nobody asked for
@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from duetime.timetext import format_instant
 
@@ -36,6 +37,9 @@ _ON_RECORD_WITHIN_MS = 5_000
 class Kind(enum.StrEnum):
     PUT = "put"
     DELETE = "delete"
+    FIRE_NOW = "fireNow"  # makes the value that is scheduled due at once
+    REPLAY = "replay"  # arms the last value of a timer that is over, due at once
+    ENSURE = "ensure"  # a create with ifAbsent that was told that this very timer is, or was, there already
 
 
 class Result(enum.StrEnum):
@@ -54,6 +58,8 @@ class Wish(Struct, frozen=True):
     result: Result
     value: str = ""
     due_ms: int = 0
+    keeps_due: bool = False  # an update that leaves the time alone: the value is due when the one before it was
+    skip_late_ms: int = 0  # the missed-fire policy: a first attempt that would be later than this is not made; 0: none
 
 
 class Callback(Struct, frozen=True):
@@ -68,6 +74,8 @@ class Callback(Struct, frozen=True):
     owner: str = ""
     delivery: str = ""  # the same for everything that serves one firing: what receivers deduplicate by
     accepted_at_ms: int = 0  # when the receiver said that it is done; 0: it did not
+    recorded_at_ms: int = 0  # when the database had an outcome of this attempt; 0: not known
+    over_at_ms: int = 0  # when the database had it that this delivery is over; 0: not known
 
 
 class Fault(Struct, frozen=True):
@@ -77,6 +85,7 @@ class Fault(Struct, frozen=True):
     from_ms: int
     until_ms: int
     who: str = ""
+    delivery: str = ""  # explains a repetition of this delivery only, however late it comes; empty: of any
 
 
 class Violation(Struct, frozen=True):
@@ -95,10 +104,12 @@ def judge(
     *,
     clock_error_ms: int = 0,
     faults: Sequence[Fault] | None = None,
+    all_accepted: bool = False,
 ) -> list[Violation]:
     """Everything that should not have been, timer by timer. `clock_error_ms`: how far a sender's clock may be off.
 
-    Without `faults` nothing is said about repetitions; with an empty list there may be none.
+    Without `faults` nothing is said about repetitions; with an empty list there may be none. `all_accepted`: every
+    receiver accepts in the end, so that being called is not enough.
     """
     by_timer: dict[str, list[Wish]] = defaultdict(list)
     for wish in wishes:
@@ -108,14 +119,27 @@ def judge(
         calls[callback.timer].append(callback)
     violations: list[Violation] = []
     for timer in sorted(by_timer.keys() | calls.keys()):
-        history = sorted(by_timer[timer], key=lambda wish: wish.asked_at_ms)
+        history = _with_what_was_learnt(sorted(by_timer[timer], key=lambda wish: wish.asked_at_ms))
         seen = sorted(calls[timer], key=lambda call: call.seen_at_ms)
-        for invariant, what in _wrongs(history, seen, clock_error_ms):
-            violations.append(Violation(invariant, timer, what, _story(history, seen)))
-    violations += _two_owners(callbacks)
-    if faults is not None:
-        violations += _needless(callbacks, faults)
-    return violations
+        wrongs = [*_wrongs(history, seen, clock_error_ms), *_missing(history, seen, all_accepted)]
+        if faults is not None:
+            wrongs += _needless(history, seen, faults)
+        violations += [Violation(invariant, timer, what, _story(history, seen)) for invariant, what in wrongs]
+    return violations + _two_owners(callbacks)
+
+
+def _with_what_was_learnt(history: list[Wish]) -> list[Wish]:
+    """A put of which nobody knew is known to be applied once the server has said that its value is there."""
+    there = {wish.value for wish in history if wish.kind is Kind.ENSURE and wish.result is Result.OK}
+    return [
+        replace(wish, result=Result.OK)
+        if wish.result is Result.INFO and wish.kind is Kind.PUT and wish.value in there
+        else wish
+        for wish in history
+    ]
+
+
+# --- repetitions ---------------------------------------------------------------------------------
 
 
 def repetitions(callbacks: Iterable[Callback]) -> list[tuple[Callback, Callback]]:
@@ -132,16 +156,37 @@ def repetitions(callbacks: Iterable[Callback]) -> list[tuple[Callback, Callback]
     ]
 
 
-def _needless(callbacks: Sequence[Callback], faults: Sequence[Fault]) -> Iterable[Violation]:
-    for before, again in repetitions(callbacks):
-        on_record_ms = before.accepted_at_ms + _ON_RECORD_WITHIN_MS
-        struck = (fault for fault in faults if fault.who in ("", before.owner))
+def _needless(history: Sequence[Wish], seen: Sequence[Callback], faults: Sequence[Fault]) -> Iterator[tuple[str, str]]:
+    for call in seen:
+        if call.over_at_ms and call.started_at_ms > call.over_at_ms:
+            yield "R", f"{call.value!r} came from {call.owner}, though it was over since {_clock(call.over_at_ms)}"
+    for before, again in [*repetitions(seen), *_fired_again(history, seen)]:
+        if any(fault.delivery == before.delivery for fault in faults if fault.delivery):
+            continue
+        came = f"{before.value!r} was accepted from {before.owner} at {_clock(before.accepted_at_ms)} and came again"
+        on_record_ms = before.recorded_at_ms or before.over_at_ms or before.accepted_at_ms + _ON_RECORD_WITHIN_MS
+        struck = (fault for fault in faults if fault.who in ("", before.owner) and not fault.delivery)
         if not any(fault.from_ms <= on_record_ms and fault.until_ms >= before.started_at_ms for fault in struck):
-            what = (
-                f"{before.value!r} was accepted from {before.owner} at {_clock(before.accepted_at_ms)} and came again"
-                f" from {again.owner}, though nothing had happened to {before.owner}"
-            )
-            yield Violation("R", before.timer, what, _story((), (before, again)))
+            yield "R", f"{came} from {again.owner}, though nothing had happened to {before.owner}"
+
+
+def _fired_again(history: Sequence[Wish], seen: Sequence[Callback]) -> Iterator[tuple[Callback, Callback]]:
+    """The same for a value that came again as another delivery, without anybody having asked for that."""
+    by_value: dict[str, list[Callback]] = defaultdict(list)
+    for call in seen:
+        if call.delivery:
+            by_value[call.value].append(call)
+    asked = [w for w in history if w.kind in (Kind.REPLAY, Kind.PUT) and w.result is not Result.FAIL]
+    for value, calls in by_value.items():
+        for before, again in pairwise(sorted(calls, key=lambda call: call.started_at_ms)):
+            if not before.accepted_at_ms or before.delivery == again.delivery:
+                continue
+            if not any(
+                wish.asked_at_ms <= again.started_at_ms and wish.told_at_ms >= before.started_at_ms
+                for wish in asked
+                if wish.kind is Kind.REPLAY or wish.value == value
+            ):
+                yield before, again
 
 
 def _two_owners(callbacks: Sequence[Callback]) -> list[Violation]:
@@ -164,43 +209,144 @@ def _two_owners(callbacks: Sequence[Callback]) -> list[Violation]:
     return violations
 
 
-def _wrongs(history: Sequence[Wish], seen: Sequence[Callback], clock_error_ms: int) -> Iterable[tuple[str, str]]:
-    puts = {wish.value: wish for wish in history if wish.kind is Kind.PUT}
+# --- what fired ----------------------------------------------------------------------------------
+
+
+def _wrongs(history: Sequence[Wish], seen: Sequence[Callback], clock_error_ms: int) -> Iterator[tuple[str, str]]:
+    puts: dict[str, list[int]] = defaultdict(list)
+    for index, wish in enumerate(history):
+        if wish.kind is Kind.PUT:
+            puts[wish.value].append(index)
+        elif wish.kind is Kind.ENSURE and wish.result is Result.OK and wish.value not in puts:
+            yield "D", f"{wish.value!r} was said to be there already, and nobody had asked for it before"
     for call in seen:
-        put = puts.get(call.value)
-        if put is None:
+        asked = puts.get(call.value)
+        if asked is None:
             yield "D", f"fired with a value nobody asked for: {call.value!r}"
             continue
-        if put.result is Result.FAIL:
+        if all(history[index].result is Result.FAIL for index in asked):
             yield "D", f"fired with {call.value!r}, which was refused"
-        if call.seen_at_ms + clock_error_ms < put.due_ms:
-            yield "B", f"fired {put.due_ms - call.seen_at_ms} ms early"
-        # By their order, not by time alone: two wishes may be asked and told within one millisecond.
-        later = [wish for wish in history[history.index(put) + 1 :] if wish.asked_at_ms >= put.told_at_ms]
-        for wish in later:
-            if wish.result is Result.OK and call.started_at_ms > wish.told_at_ms:
-                yield "C", f"{call.value!r} started {call.started_at_ms - wish.told_at_ms} ms after {_named(wish)}"
-    yield from _missing(history, {call.value for call in seen})
+        early_ms = _earliest_ms(history, asked, call) - call.seen_at_ms
+        if early_ms > clock_error_ms:
+            yield "B", f"{call.value!r} fired {early_ms} ms early"
+        # The same value may be asked for twice (ifAbsent): the last one before the call counts.
+        before = [index for index in asked if history[index].asked_at_ms <= call.started_at_ms]
+        yield from _overtaken(history, before[-1] if before else asked[0], call)
 
 
-def _missing(history: Sequence[Wish], fired: set[str]) -> Iterable[tuple[str, str]]:
-    """The last acknowledged word, and whatever unknown ones came after it, say what must have fired."""
-    may_be_deleted = False
-    may_be: set[str] = set()
-    last: Wish | None = None
-    for wish in reversed(history):
-        if wish.result is Result.OK:
-            last = wish
+def _overtaken(history: Sequence[Wish], index: int, call: Callback) -> Iterator[tuple[str, str]]:
+    """Started after a word that was acknowledged, and that came after its own."""
+    put = history[index]
+    # By their order, not by time alone: two wishes may be asked and told within one millisecond.
+    for number, wish in enumerate(history[index + 1 :], index + 1):
+        if wish.asked_at_ms < put.told_at_ms or wish.result is not Result.OK or call.started_at_ms <= wish.told_at_ms:
+            continue
+        if wish.kind is Kind.PUT or (wish.kind is Kind.DELETE and not _replayed(history[number + 1 :], call)):
+            yield "C", f"{call.value!r} started {call.started_at_ms - wish.told_at_ms} ms after {_named(wish)}"
+
+
+def _replayed(later: Sequence[Wish], call: Callback) -> bool:
+    return any(
+        wish.kind is Kind.REPLAY and wish.result is not Result.FAIL and wish.asked_at_ms <= call.started_at_ms
+        for wish in later
+    )
+
+
+def _earliest_ms(history: Sequence[Wish], asked: Sequence[int], call: Callback) -> int:
+    """The earliest time at which this call may be made, by everything that may have been applied."""
+    first = history[asked[0]]
+    at_once = [
+        wish.asked_at_ms
+        for wish in history
+        if wish.kind in (Kind.FIRE_NOW, Kind.REPLAY)
+        and wish.result is not Result.FAIL
+        and first.asked_at_ms <= wish.told_at_ms
+        and wish.asked_at_ms <= call.seen_at_ms
+    ]
+    return min([_due_ms(history, index) for index in asked] + at_once)
+
+
+def _due_ms(history: Sequence[Wish], index: int) -> int:
+    """When the value of this put is due; of an update that leaves the time alone, at the earliest."""
+    put = history[index]
+    if not put.keeps_due:
+        return put.due_ms
+    # What was asked for at the same time may have come first.
+    dues = [
+        wish.due_ms if wish.kind is Kind.PUT else wish.asked_at_ms
+        for wish in history[index + 1 :]
+        if wish.asked_at_ms <= put.told_at_ms and _sets_due(wish) and not wish.keeps_due
+    ]
+    for number in range(index - 1, -1, -1):
+        wish = history[number]
+        if not _sets_due(wish):
+            continue
+        dues.append(_due_ms(history, number) if wish.kind is Kind.PUT else wish.asked_at_ms)
+        if wish.kind is Kind.PUT and wish.result is Result.OK and wish.told_at_ms <= put.asked_at_ms:
             break
-        if wish.result is Result.INFO:
-            if wish.kind is Kind.DELETE:
-                may_be_deleted = True
-            else:
-                may_be.add(wish.value)
-    if last is None or last.kind is Kind.DELETE or may_be_deleted:
-        return
-    if not fired & (may_be | {last.value}):
-        yield "A", f"{last.value!r} was acknowledged and never fired"
+    return min(dues, default=0)
+
+
+def _sets_due(wish: Wish) -> bool:
+    return wish.kind in (Kind.PUT, Kind.FIRE_NOW, Kind.REPLAY) and wish.result is not Result.FAIL
+
+
+# --- what did not fire ---------------------------------------------------------------------------
+
+
+def _missing(history: Sequence[Wish], seen: Sequence[Callback], all_accepted: bool) -> Iterator[tuple[str, str]]:
+    """The last acknowledged word, and whatever may have come after it, say what must have fired."""
+    words = [
+        (index, wish)
+        for index, wish in enumerate(history)
+        if wish.kind in (Kind.PUT, Kind.DELETE) and wish.result is not Result.FAIL
+    ]
+    last = [wish for index, wish in words if not _followed(index, wish, words)]
+    done = [call for call in seen if call.accepted_at_ms or not all_accepted]
+    fired = {call.value for call in done}
+    may_be_deleted = any(wish.kind is Kind.DELETE for wish in last)
+    acknowledged = [wish for wish in last if wish.result is Result.OK]
+    must_fire = acknowledged and not may_be_deleted and not fired & {wish.value for wish in last}
+    if must_fire and not any(_may_be_skipped(history, wish, seen) for wish in last):
+        yield "A", f"{acknowledged[-1].value!r} was acknowledged and never {'accepted' if seen else 'fired'}"
+    for index, wish in enumerate(history):
+        if wish.kind is Kind.REPLAY and wish.result is Result.OK and not wish.skip_late_ms:
+            replaced = [w for number, w in words if number > index or w.told_at_ms >= wish.asked_at_ms]
+            if not replaced and not any(call.seen_at_ms >= wish.asked_at_ms for call in done):
+                yield "A", f"the replay acknowledged at {_clock(wish.told_at_ms)} never fired"
+
+
+def _followed(index: int, wish: Wish, words: Sequence[tuple[int, Wish]]) -> bool:
+    return any(
+        other.result is Result.OK and number > index and other.asked_at_ms >= wish.told_at_ms for number, other in words
+    )
+
+
+def _may_be_skipped(history: Sequence[Wish], put: Wish, seen: Sequence[Callback]) -> bool:
+    """Does the missed-fire policy allow that this value never fires? Not if an attempt was made in time, and was on
+    record before an update that left the time alone."""
+    if not put.skip_late_ms:
+        return False
+    index = history.index(put)
+    values = {put.value}
+    while history[index].keeps_due:
+        index -= 1
+        if index < 0 or history[index].kind is not Kind.PUT or history[index].result is not Result.OK:
+            return True  # what it changed is not known for certain
+        values.add(history[index].value)
+    first = history[index]
+    if any(wish.kind is not Kind.PUT and wish.result is not Result.FAIL for wish in history[index:]):
+        return True
+    return not any(
+        call.value in values
+        and call.started_at_ms <= first.due_ms + put.skip_late_ms
+        and call.recorded_at_ms
+        and (call.value == put.value or call.recorded_at_ms < put.asked_at_ms)
+        for call in seen
+    )
+
+
+# --- stories -------------------------------------------------------------------------------------
 
 
 def _named(wish: Wish) -> str:
@@ -212,7 +358,13 @@ def _story(history: Sequence[Wish], seen: Sequence[Callback]) -> str:
         (
             wish.asked_at_ms,
             f"{_clock(wish.asked_at_ms)}–{_clock(wish.told_at_ms)}  {wish.kind} {wish.value}"
-            + (f" due {_clock(wish.due_ms)}" if wish.kind is Kind.PUT else "")
+            + (
+                ""
+                if wish.kind is not Kind.PUT
+                else " due as before"
+                if wish.keeps_due
+                else f" due {_clock(wish.due_ms)}"
+            )
             + f" -> {wish.result}",
         )
         for wish in history
@@ -221,11 +373,18 @@ def _story(history: Sequence[Wish], seen: Sequence[Callback]) -> str:
         (
             call.started_at_ms,
             f"{_clock(call.started_at_ms)}–{_clock(call.seen_at_ms)}  fired {call.value}"
-            f" attempt {call.attempt} fence {call.fence} {call.owner}".rstrip(),
+            f" attempt {call.attempt} fence {call.fence} {call.owner} {call.delivery}".rstrip()
+            + (f" accepted {_clock(call.accepted_at_ms)}" if call.accepted_at_ms else ""),
         )
         for call in seen
     ]
     return "\n".join("    " + text for _, text in sorted(lines))
+
+
+def _due(wish: Wish) -> str:
+    if wish.kind is not Kind.PUT:
+        return ""
+    return " due as before" if wish.keeps_due else f" due {_clock(wish.due_ms)}"
 
 
 def _clock(milliseconds: int) -> str:
