@@ -306,8 +306,8 @@ async def test_a_configuration_at_fault_refuses_to_start_naming_the_path(tmp_pat
 
 
 async def test_an_unknown_variable_is_a_warning_in_the_log_and_those_of_kubernetes_are_none(tmp_path: Path) -> None:
-    of_kubernetes = {"DUETIME_SERVICE_HOST": "10.0.0.11", "DUETIME_PORT": "tcp://10.0.0.11:8463"}
-    server = RealServer(tmp_path, DUETIME_SERVER_LISEN="hush", **of_kubernetes)
+    server = RealServer(tmp_path, DUETIME_SERVER_LISEN="hush")
+    server.settings |= {"DUETIME_SERVICE_HOST": "10.0.0.11", "DUETIME_PORT": "tcp://10.0.0.11:8463"}
     try:
         await server.start()
         log = server.log.read_text()

@@ -15,6 +15,7 @@ from duetime.config import load_config
 from duetime.deliveries.egress import LOOPBACK, Refused, Resolver, literal_address, parse_networks, refusal
 from duetime.deliveries.webhook import Webhook
 from duetime.http_client import HttpClient, HttpError
+from duetime.testing.virtual import VirtualClock, run_virtual
 
 CORPUS = [
     line.split(" #", 1)[0].strip().replace("\\u00ad", "\u00ad")
@@ -218,6 +219,123 @@ async def test_the_cache_is_bounded() -> None:
     for number in range(100):
         await resolver(f"{number}.example", 80)
     assert len(resolver._found) == 10
+
+
+def test_answers_age_by_the_defaults() -> None:
+    """Used as they are for 30 s, then once more while a lookup runs beside, after 300 s not at all."""
+
+    async def story(_: VirtualClock) -> None:
+        names = Names(["8.8.8.8"], ["8.8.4.4"], ["1.1.1.1"])
+        resolver = Resolver(lookup=names)
+        assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
+        await asyncio.sleep(29.9995)
+        assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
+        await settled(resolver)
+        assert names.asked == 1
+        await asyncio.sleep(0.001)
+        assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
+        await settled(resolver)
+        assert names.asked == 2
+        await asyncio.sleep(299.9995)
+        names.gate.clear()
+        assert tuple(await resolver("a.example", 80)) == ("8.8.4.4",)
+        await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(resolver("a.example", 80))
+        await asyncio.sleep(60)
+        assert not waiting.done()  # what is known is too old to be used
+        names.gate.set()
+        assert tuple(await waiting) == ("1.1.1.1",)
+        assert names.asked == 3
+
+    run_virtual(story)
+
+
+def test_a_name_that_failed_or_was_refused_is_asked_for_again_later() -> None:
+    async def story(_: VirtualClock) -> None:
+        names = Names(NO_SUCH_NAME, ["8.8.8.8"])
+        resolver = Resolver(lookup=names)
+        for pause_s, asked in ((0, 1), (1.9995, 1)):
+            await asyncio.sleep(pause_s)
+            with pytest.raises(socket.gaierror, match="Name or service not known"):
+                await resolver("a.example", 80)
+            assert names.asked == asked
+        await asyncio.sleep(0.001)
+        assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
+
+        names = Names(["10.0.0.1"], ["8.8.8.8"])
+        resolver = Resolver(lookup=names)
+        for pause_s in (0, 30.0005):
+            await asyncio.sleep(pause_s)
+            with pytest.raises(Refused):
+                await resolver("a.example", 80)
+        await settled(resolver)
+        assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
+
+    run_virtual(story)
+
+
+def test_what_was_known_outlives_a_failing_dns_for_300_seconds_and_no_longer() -> None:
+    async def story(_: VirtualClock) -> None:
+        names = Names(["8.8.8.8"], NO_SUCH_NAME)
+        resolver = Resolver(lookup=names)
+        await resolver("a.example", 80)
+        await asyncio.sleep(299.9995)
+        assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
+        await settled(resolver)  # that lookup failed
+        await asyncio.sleep(0.001)
+        for _n in range(3):
+            with pytest.raises(socket.gaierror):
+                await resolver("a.example", 80)
+        assert names.asked == 3  # the failure was remembered
+
+    run_virtual(story)
+
+
+async def test_a_refusal_replaces_what_was_known_at_once() -> None:
+    resolver = Resolver(lookup=Names(["8.8.8.8"], ["8.8.8.8", "10.0.0.1"]), fresh_ms=-1)
+    await resolver("a.example", 80)
+    await resolver("a.example", 80)
+    await settled(resolver)
+    with pytest.raises(Refused):
+        await resolver("a.example", 80)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ([], "it has no address"),
+        (OSError("the line is cut"), "the line is cut"),
+        (socket.gaierror(socket.EAI_AGAIN, "Try again"), "^\\[Errno -2\\] Try again$"),
+    ],
+)
+async def test_a_failure_says_why(answer: list[str] | OSError, says: str) -> None:
+    with pytest.raises(socket.gaierror, match=says):
+        await Resolver(lookup=Names(answer))("a.example", 80)
+
+
+async def test_a_full_cache_forgets_the_oldest_name_and_no_other() -> None:
+    names = Names(["8.8.8.8"])
+    resolver = Resolver(lookup=names, names_max=2, fresh_ms=-1)
+    for name in ("a.example", "b.example", "b.example", "c.example"):
+        await resolver(name, 80)
+        await settled(resolver)
+    assert list(resolver._found) == ["b.example", "c.example"]
+    assert Resolver()._names_max == 10_000
+
+
+async def test_closing_the_resolver_ends_its_lookups() -> None:
+    names = Names(["8.8.8.8"])
+    names.gate.clear()
+    resolver = Resolver(lookup=names)
+    call = asyncio.create_task(resolver("a.example", 80))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    (lookup,) = resolver._lookups.values()
+    async with asyncio.timeout(10):
+        await resolver.close()
+    assert lookup.cancelled()
+    with pytest.raises(asyncio.CancelledError):
+        await call
 
 
 async def test_case_16_dns_rebinding_never_gets_a_private_connect() -> None:

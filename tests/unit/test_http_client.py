@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -112,6 +113,25 @@ async def test_a_cancelled_call_hands_its_place_to_the_next_in_line() -> None:
         assert server.connections == 2
         await asyncio.gather(stuck, cancelled, return_exceptions=True)
         await client.close()
+
+
+async def test_a_connection_given_to_a_call_that_was_just_cancelled_goes_to_the_next_in_line() -> None:
+    client = HttpClient(connections_per_origin_max=1)
+    release = client._release
+
+    def release_and_cancel(*given: Any) -> None:
+        release(*given)
+        second.cancel()  # it has got the connection, and has had no turn yet to take it
+
+    async with answering(OK) as server:
+        client._release = release_and_cancel  # type: ignore[method-assign]
+        first, second, third = (asyncio.create_task(post(client, server, timeout_ms=20_000)) for _ in range(3))
+        assert (await first).body == b"ok"
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        assert (await third).body == b"ok"
+        assert server.connections == 1
+    await client.close()
 
 
 async def test_idle_connections_are_closed_after_a_while() -> None:
@@ -319,6 +339,39 @@ async def test_a_peer_that_takes_the_connection_but_never_finishes_tls_is_a_conn
         with pytest.raises(HttpError, match=r"connect timeout after 0\.05 s"):
             await client.request("POST", f"https://127.0.0.1:{server.port}/", timeout_ms=5_000)
         await client.close()
+
+
+async def test_the_deadline_of_the_call_holds_while_it_connects() -> None:
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        await asyncio.Event().wait()
+        return ()
+
+    client = HttpClient(resolve=resolve, connect_timeout_ms=60_000)
+    async with asyncio.timeout(20):
+        with pytest.raises(HttpError, match=r"connect timeout after 0\.1 s") as caught:
+            await client.request("POST", "http://a.test/", timeout_ms=100)
+    assert not caught.value.sent
+
+
+async def test_a_client_that_is_closed_while_a_call_connects_sends_nothing() -> None:
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        asked.set()
+        await may_answer.wait()
+        return ["127.0.0.1"]
+
+    client = HttpClient(resolve=resolve)
+    async with answering(OK) as server:
+        call = asyncio.create_task(post(client, server))
+        await asked.wait()
+        await client.close()
+        may_answer.set()
+        with pytest.raises(HttpError, match="the client is closed") as caught:
+            await call
+        assert not caught.value.sent
+        assert server.requests == []
+    assert not client._connections
 
 
 async def test_a_cancelled_call_closes_its_connection(client: HttpClient) -> None:

@@ -92,6 +92,94 @@ async def test_endless_chunk_extensions_and_trailers_count_as_an_endless_body(cl
             assert (answer.status, answer.truncated) == (200, True)
 
 
+@pytest.mark.parametrize(
+    ("head", "tail"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n", b""),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n10001\r\n", b"\r\n"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b""),
+    ],
+    ids=["with a length", "chunked", "until close"],
+)
+async def test_an_answer_over_the_limit_is_not_waited_for(client: HttpClient, head: bytes, tail: bytes) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await server.read_request(reader)
+        writer.write(head + b"x" * 65_537 + tail)
+        await reader.read()  # and no more of it comes
+
+    async with serving(handler) as server:
+        answer = await post(client, server, timeout_ms=20_000)
+        assert (len(answer.body), answer.truncated) == (65_536, True)
+
+
+async def test_a_body_of_exactly_the_limit_is_not_cut_before_its_end_is_known(client: HttpClient) -> None:
+    limit_is_read = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await server.read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n10000\r\n" + b"x" * 65_536 + b"\r\n")
+        await limit_is_read.wait()
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    async with serving(handler) as server:
+        call = asyncio.create_task(post(client, server, timeout_ms=20_000))
+        while not any(sum(map(len, connection._body)) == 65_536 for connection in client._connections):
+            assert not call.done()
+            await asyncio.sleep(0.001)
+        limit_is_read.set()
+        answer = await call
+        assert (len(answer.body), answer.truncated) == (65_536, False)
+
+
+async def test_headers_of_one_answer_are_not_those_of_the_next(client: HttpClient) -> None:
+    first = b"HTTP/1.1 200 OK\r\nretry-after: 7\r\ncontent-length: 2\r\n\r\nok"
+    async with answering(first, OK) as server:
+        assert (await post(client, server)).header("retry-after") == "7"
+        assert (await post(client, server)).header("retry-after") is None
+        assert server.connections == 1
+
+
+async def test_after_a_head_the_connection_is_not_used_again(client: HttpClient) -> None:
+    """Some servers send a body all the same."""
+    async with answering(OK, b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", OK) as server:
+        await post(client, server)
+        assert (await client.request("HEAD", server.url, timeout_ms=5_000)).status == 200
+        assert (await post(client, server)).body == b"ok"
+        assert server.connections == 2
+
+
+async def test_an_interim_answer_to_a_head_is_not_its_answer(client: HttpClient) -> None:
+    async with answering(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 No Content\r\nx-a: 1\r\n\r\n") as server:
+        answer = await client.request("HEAD", server.url, timeout_ms=5_000)
+        assert (answer.status, answer.header("x-a")) == (204, "1")
+
+
+async def test_a_second_try_that_cannot_connect_was_sent_all_the_same() -> None:
+    """The first try went out on a connection that closed: nobody knows whether it was carried out."""
+    found = [["127.0.0.1"], socket.gaierror(socket.EAI_AGAIN, "Try again")]
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        answer = found.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await server.read_request(reader)
+        writer.write(OK)
+        await server.read_request(reader)  # taken, and dropped without a word
+
+    client = HttpClient(resolve=resolve)
+    async with serving(handler) as server:
+        await post(client, server)
+        error = await failure(client, server)
+        assert error.sent
+        assert "cannot resolve" in error.reason
+        assert (len(server.requests), found) == (2, [])
+    await client.close()
+
+
 async def test_a_body_of_exactly_the_limit_is_whole() -> None:
     client = HttpClient(body_bytes_max=1_000)
     answers = [b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % n + b"x" * n for n in (1_000, 1_001)]
@@ -99,6 +187,9 @@ async def test_a_body_of_exactly_the_limit_is_whole() -> None:
         whole, cut = await post(client, server), await post(client, server)
         assert (len(whole.body), whole.truncated) == (1_000, False)
         assert (len(cut.body), cut.truncated) == (1_000, True)
+        assert server.connections == 1
+        await post(client, server)
+        assert server.connections == 2  # one that had to be cut is not used again
         await client.close()
 
 
@@ -165,7 +256,17 @@ async def test_what_follows_an_answer_never_becomes_the_answer_to_another_call(
             assert server.connections == number
 
 
-async def test_an_answer_before_any_request_breaks_the_connection(client: HttpClient) -> None:
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nforged",
+        b"HTTP/1.1 200 OK\r\nx: ",
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"\r",
+    ],
+    ids=["whole", "its beginning", "an interim answer", "one byte"],
+)
+async def test_an_answer_before_any_request_breaks_the_connection(client: HttpClient, forged: bytes) -> None:
     late = asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
@@ -174,14 +275,15 @@ async def test_an_answer_before_any_request_breaks_the_connection(client: HttpCl
         if number == 1:
             await writer.drain()
             await late.wait()
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nforged")
+            writer.write(forged)
         await reader.read()
 
     async with serving(handler) as server:
         await post(client, server)
         late.set()
-        while client._connections:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(10):
+            while client._connections:
+                await asyncio.sleep(0.001)
         assert (await post(client, server)).body == b"ok"
         assert server.connections == 2
 
@@ -212,6 +314,28 @@ async def test_the_keep_alive_race_is_repaired_on_a_fresh_connection_once(client
         assert begun == 5, "a repeated call is stamped anew"
 
 
+async def test_the_repair_takes_a_fresh_connection_and_not_another_idle_one(client: HttpClient) -> None:
+    """What closed one idle connection, such as a restart of the receiver, has closed the others too."""
+    both_asked = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        await server.read_request(reader)
+        if number == 2:
+            both_asked.set()
+        if number < 3:
+            await both_asked.wait()
+            writer.write(OK)
+            await server.read_request(reader)  # taken, and dropped without a word
+        else:
+            writer.write(OK)
+            await reader.read()
+
+    async with serving(handler) as server:
+        await asyncio.gather(post(client, server), post(client, server))
+        assert (await post(client, server)).body == b"ok"
+        assert (server.connections, len(server.requests)) == (3, 4)
+
+
 async def test_the_race_is_repaired_under_a_cap_on_connections_too() -> None:
     client = HttpClient(connections_per_origin_max=1)
 
@@ -236,12 +360,26 @@ async def test_a_fresh_connection_closed_before_the_answer_is_an_error(client: H
         assert server.connections == 1
 
 
-async def test_a_connection_closed_in_the_middle_of_the_answer_is_an_error_and_not_repeated(client: HttpClient) -> None:
+@pytest.mark.parametrize(
+    "half",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n8\r\nhalf",
+        b"HTTP/1.1 200 OK\r\nx: ",
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+    ],
+    ids=["with a length", "a Length", "between chunks", "within a chunk", "in the headers", "after an interim answer"],
+)
+async def test_a_connection_closed_in_the_middle_of_the_answer_is_an_error_and_not_repeated(
+    client: HttpClient, half: bytes
+) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
         await server.read_request(reader)
         writer.write(OK)
         await server.read_request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf")
+        writer.write(half)
         await writer.drain()
 
     async with serving(handler) as server:

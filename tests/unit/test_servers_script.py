@@ -345,7 +345,11 @@ def test_toxiproxy_slows_cuts_and_mends_a_link() -> None:
 # --- from a shell --------------------------------------------------------------------------------
 
 
-def command(*arguments: str, checkout: Path = ROOT, **environment: str) -> tuple[int, str]:
+def command(*arguments: str, **environment: str) -> tuple[int, str]:
+    return command_in(ROOT, *arguments, **environment)
+
+
+def command_in(checkout: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     ended = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=checkout,
@@ -381,19 +385,19 @@ def test_a_checkout_does_not_see_or_end_the_servers_of_another(tmp_path: Path) -
     for checkout in (one, other):
         shutil.copytree(ROOT / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     try:
-        code, said = command("scripts.servers", "up", "postgres15", checkout=one)
+        code, said = command_in(one, "scripts.servers", "up", "postgres15")
         assert code == 0, said
-        assert command("scripts.servers", "status", checkout=other) == (0, "nothing is up\n")
-        code, said = command("scripts.servers", "up", "postgres15", checkout=other)
+        assert command_in(other, "scripts.servers", "status") == (0, "nothing is up\n")
+        code, said = command_in(other, "scripts.servers", "up", "postgres15")
         assert (code, "is up already" in said) == (0, False), said
-        assert command("scripts.servers", "down", checkout=other) == (0, "postgres15 is down\n")
-        assert command("scripts.servers", "down", "postgres15", checkout=other) == (0, "postgres15 is not up\n")
-        code, said = command("scripts.servers", "status", checkout=one)
+        assert command_in(other, "scripts.servers", "down") == (0, "postgres15 is down\n")
+        assert command_in(other, "scripts.servers", "down", "postgres15") == (0, "postgres15 is not up\n")
+        code, said = command_in(one, "scripts.servers", "status")
         assert (code, "postgres15 is up" in said) == (0, True), said
     finally:
         for checkout in (one, other):
-            command("scripts.servers", "down", checkout=checkout)
-    assert command("scripts.servers", "status", checkout=one) == (0, "nothing is up\n")
+            command_in(checkout, "scripts.servers", "down")
+    assert command_in(one, "scripts.servers", "status") == (0, "nothing is up\n")
 
 
 @pytest.mark.parametrize("name", ["mariadb", "mysql"])

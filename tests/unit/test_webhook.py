@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import ssl
+import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -179,6 +184,7 @@ async def test_retries_keep_the_id_and_the_trace_and_a_new_occurrence_changes_bo
     due = timer(receiver.url)
     for one in (due, timer(receiver.url, attempts=1), timer(receiver.url, extras=Extras(occurrence=1))):
         await webhook.deliver(attempt(one))
+    assert [h["traceparent"][-7:] for h, _ in receiver.requests] == ["0001-01", "0002-01", "0001-01"]
     first, retry, later = ((h["webhook-id"], *h["traceparent"].split("-")[1:3]) for h, _ in receiver.requests)
     assert (first[0], first[1]) == (retry[0], retry[1])
     assert first[2] != retry[2]
@@ -284,6 +290,19 @@ async def test_the_keep_alive_race_is_repaired(webhook: Webhook, receiver: Recei
             Outcome(Contact.ANSWERED, 503, b"", 0),
         ),
         (b"HTTP/1.1 503 X\r\nretry-after: soon\r\ncontent-length: 0\r\n\r\n", Outcome(Contact.ANSWERED, 503)),
+        (
+            b"HTTP/1.1 503 X\r\nretry-after: Fri, 01 Jan 2027 11:01:00 +0200\r\ncontent-length: 0\r\n\r\n",
+            Outcome(Contact.ANSWERED, 503, b"", 59_988),
+        ),
+        (
+            b"HTTP/1.1 503 X\r\nretry-after: Fri, 01 Jan 99999999999 09:01:00 GMT\r\ncontent-length: 0\r\n\r\n",
+            Outcome(Contact.ANSWERED, 503),
+        ),
+        (b"HTTP/1.1 503 X\r\nx-sequences: 7\r\ncontent-length: 0\r\n\r\n", Outcome(Contact.ANSWERED, 503)),
+        (
+            b"HTTP/1.1 503 X\r\nretry-after:  7 \t\r\ncontent-length: 0\r\n\r\n",
+            Outcome(Contact.ANSWERED, 503, b"", 7_000),
+        ),
         (b"HTTP/1.1 503 X\r\nretry-after: -5\r\ncontent-length: 0\r\n\r\n", Outcome(Contact.ANSWERED, 503)),
         (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100_000, Outcome(Contact.ANSWERED, 200, b"x" * 65_536, truncated=True)),
         (b"rubbish\r\n", Outcome(Contact.BROKEN, error="malformed answer: Expected HTTP/, RTSP/ or ICE/")),
@@ -292,6 +311,45 @@ async def test_the_keep_alive_race_is_repaired(webhook: Webhook, receiver: Recei
 async def test_an_answer_becomes_an_outcome(webhook: Webhook, receiver: Receiver, raw: bytes, outcome: Outcome) -> None:
     receiver.answer = raw
     assert await webhook.deliver(attempt(timer(receiver.url))) == outcome
+
+
+async def test_a_time_of_an_unknown_zone_is_utc_wherever_this_machine_is(
+    webhook: Webhook, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        receiver.answer = b"HTTP/1.1 503 X\r\nretry-after: Fri, 01 Jan 2027 09:01:00 -0000\r\ncontent-length: 0\r\n\r\n"
+        assert (await webhook.deliver(attempt(timer(receiver.url)))).retry_after_ms == 59_988
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+async def test_receivers_are_checked_against_the_authorities_of_the_configuration_too(tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("TLS IS NOT TESTED: there is no openssl to make a certificate with")
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=x"
+    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
+    await asyncio.to_thread(subprocess.run, command.split(), check=True, capture_output=True)
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await server.read_request(reader)
+        writer.write(OK)
+        await reader.read()
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    async with serving(handler, context) as server:
+        url = server.url.replace("http://", "https://")
+        async with webhooks(ca_file=str(certificate)) as webhook:
+            assert (await webhook.deliver(attempt(timer(url)))).status == 200
+        async with webhooks() as webhook:
+            outcome = await webhook.deliver(attempt(timer(url)))
+            assert outcome.contact is Contact.BROKEN
+            assert "not accepted" in str(outcome.error)
 
 
 def padded(size: int, ok: str = "false") -> bytes:
@@ -511,6 +569,10 @@ def test_ordinary_headers_pass(headers: dict[str, str]) -> None:
         ({"Upgrade": "h2c"}, "belongs to the connection"),
         ({"Keep-Alive": "1"}, "belongs to the connection"),
         ({"Proxy-Authorization": "x"}, "belongs to the connection"),
+        ({"Proxy-Authenticate": "x"}, "belongs to the connection"),
+        ({"Proxy-Connection": "close"}, "belongs to the connection"),
+        ({"Content-Encoding": "gzip"}, "belongs to the connection"),
+        ({"HTTP2-Settings": "x"}, "belongs to the connection"),
         ({"Expect": "100-continue"}, "belongs to the connection"),
         ({"x": "a\r\nb: c"}, "visible ASCII"),
         ({"x": "a\nb"}, "visible ASCII"),
@@ -524,15 +586,66 @@ def test_ordinary_headers_pass(headers: dict[str, str]) -> None:
         ({"a:": "a"}, "not one of a header"),
         ({"a\r\nb": "a"}, "not one of a header"),
         ({"é": "a"}, "not one of a header"),
-        ({"a" * 200: "a"}, "not one of a header"),
+        ({"a" * 129: "a"}, "not one of a header"),
         ({"X-A": "1", "x-a": "2"}, "twice"),
         ({f"x-{number}": "v" for number in range(33)}, "at most 32"),
-        ({"x": "v" * 8_192}, "at most 8 KiB"),
+        ({"x": "v" * 8_188}, "at most 8 KiB"),
+        ({"x": "v" * 4_000, "y": "v" * 4_183}, "at most 8 KiB"),
     ],
 )
 def test_headers_that_could_harm_are_refused(headers: dict[str, str], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check_headers(headers)
+
+
+def test_headers_at_the_limits_pass() -> None:
+    check_headers({"x": "v" * 8_187})
+    check_headers({f"x-{number}": "v" for number in range(32)})
+    check_headers({"a" * 128: "v"})
+
+
+def test_a_bad_name_is_shown_in_ascii_and_not_at_any_length() -> None:
+    for name, shown in (("é" * 40, "'" + r"\xe9" * 40 + "'"), ("a:" * 1_000, "'" + "a:" * 20 + r"\u2026'")):
+        with pytest.raises(ValueError) as caught:
+            check_headers({name: "v"})
+        assert str(caught.value) == f"has the name {shown}, which is not one of a header"
+
+
+async def test_the_deliverer_refuses_headers_when_a_timer_is_created(webhook: Webhook) -> None:
+    webhook.check_headers({"x-one": "1"})
+    with pytest.raises(ValueError, match="Duetime sets itself"):
+        webhook.check_headers({"Host": "evil"})
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost.", "a.localhost", "a.LOCALHOST.", "127.0.0.1", "[::1]", "127.1"]
+)
+async def test_the_machine_itself_is_refused_by_name_when_a_timer_is_created(host: str) -> None:
+    async with webhooks(loopback=False) as webhook:
+        with pytest.raises(ValueError, match="a loopback address"):
+            webhook.check(f"http://{host}/hook")
+        for other in ("localhost.example", "notlocalhost"):
+            webhook.check(f"http://{other}/hook")
+    async with webhooks(loopback=True) as webhook:
+        webhook.check(f"http://{host}/hook")
+
+
+async def test_the_resolver_of_a_webhook_is_closed_with_it() -> None:
+    async def lookup(host: str) -> Sequence[str]:
+        await asyncio.Event().wait()
+        return ()
+
+    resolver = Resolver(lookup=lookup)
+    webhook = Webhook(config(), FixedClock(), loopback_allowed=True, resolver=resolver)
+    call = asyncio.create_task(webhook.deliver(attempt(timer("http://a.example/hook"))))
+    while not resolver._lookups:
+        await asyncio.sleep(0)
+    (looking_up,) = resolver._lookups.values()
+    async with asyncio.timeout(10):
+        await webhook.close()
+    assert looking_up.cancelled()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
 
 
 async def test_the_client_of_a_webhook_is_closed_with_it(receiver: Receiver) -> None:
