@@ -41,7 +41,7 @@ from duetime.telemetry import Telemetry
 from duetime.testing.checker import Callback, Kind, Result, Violation, Wish, judge
 from duetime.testing.sim_loop import INSTANCE, SimLoop
 from duetime.testing.sim_network import SimDeliverer, SimStore
-from duetime.testing.sim_peers import SimPeers
+from duetime.testing.sim_peers import NEVER, SimPeers
 from duetime.testing.virtual import START_WALL_MS, VirtualClock
 
 __all__ = ["Run", "Scenario", "simulate"]
@@ -417,6 +417,7 @@ def simulate(seed: int, scenario: Scenario | None = None) -> Run:
     if world.restless:
         violations.append(Violation("F", "-", "timers are still scheduled ten minutes after the last fault", ""))
     violations += _late(world)
+    violations += [Violation("P", "-", kind, "") for kind in NEVER if world.faults[kind]]
     return Run(
         seed=seed,
         violations=violations,
