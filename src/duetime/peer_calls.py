@@ -8,10 +8,9 @@ for again by its id alone. A request that broke off is never repeated: its order
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final, Protocol
 
 import msgspec
@@ -43,6 +42,7 @@ _ORDERS_MAX: Final = 256  # in one request
 _PAYLOAD_CHARS_MAX: Final = 2 * 1024 * 1024
 _WAITING_MAX: Final = 20_000
 _LINES_MAX: Final = 64  # kept for instances that nothing is asked of
+_NUMBERED_MAX: Final = 65_536  # an id that was followed by so many others is of the past
 _UNSENT_S: Final = 2.0  # an order that could not be sent for so long goes back: its shard may have moved
 _REQUEST_TIMEOUT_MS: Final = 5_000
 _ORDER_TIMEOUT_S: Final = 15.0
@@ -69,9 +69,9 @@ class HttpPeers:
             connect_timeout_ms=1_000, body_bytes_max=_ANSWER_BYTES_MAX, idle_ms=20_000, connections_max=4_096
         )
         self._lines: dict[str, _Line] = {}
-        # By the peer's id, which is a new one when it joins again, and never from 1 again for the same id: a number
-        # that was used is refused as a replay.
-        self._numbers: defaultdict[str, itertools.count[int]] = defaultdict(partial(itertools.count, 1))
+        # The last request number by the peer's id, which is a new one when it joins again; the peer that was asked last
+        # is the last. A number that was used is refused as a replay.
+        self._numbers: dict[str, int] = {}
         self._refusals: dict[str, Trouble] = {}
 
     async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
@@ -82,7 +82,7 @@ class HttpPeers:
         return await line.ask(forward)
 
     async def status(self, peer: Peer) -> InstanceStatus:
-        question = Question(peer.instance_id, self._me(), next(self._numbers[peer.instance_id]))
+        question = Question(peer.instance_id, self._me(), self._next_number(peer))
         try:
             answer = await self._post(peer, STATUS_PATH, encode(question), _STATUS_TIMEOUT_MS)
         except HttpError as error:
@@ -94,8 +94,14 @@ class HttpPeers:
     async def close(self) -> None:
         await self._http.close()
 
+    def _next_number(self, peer: Peer) -> int:
+        number = self._numbers[peer.instance_id] = self._numbers.pop(peer.instance_id, 0) + 1
+        if len(self._numbers) > _NUMBERED_MAX:
+            del self._numbers[next(iter(self._numbers))]
+        return number
+
     async def _call(self, peer: Peer, new: list[Forward], again: list[str]) -> Answer | None:
-        orders = Orders(peer.instance_id, self._me(), next(self._numbers[peer.instance_id]), new, again)
+        orders = Orders(peer.instance_id, self._me(), self._next_number(peer), new, again)
         return await self._post(peer, ORDERS_PATH, encode(orders), _REQUEST_TIMEOUT_MS)
 
     async def _post(self, peer: Peer, path: str, body: bytes, timeout_ms: int) -> Answer | None:

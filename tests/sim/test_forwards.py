@@ -61,4 +61,4 @@ def test_an_instance_that_was_frozen_takes_forwards_again_as_soon_as_it_owns_sha
 
 async def create(instance: Instance, name: str) -> None:
     spec = TimerSpec(namespace="default", timer_id=name, delay_ms=60_000, callback_url="http://ok", payload='"x"')
-    await instance.inside(instance.service.create(spec))  # type: ignore[arg-type]
+    await instance.inside(instance.service.create(spec))

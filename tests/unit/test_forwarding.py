@@ -475,11 +475,11 @@ def test_an_order_that_was_not_applied_succeeds_as_soon_as_the_owner_takes_it() 
 def test_an_order_names_the_version_and_the_shard_and_goes_to_the_owner_with_its_secret() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         asked: list[Peer] = []
-        forward = wires.forward
+        arrive = wires.forward
 
-        async def kept(peer: Peer, given: Forward) -> OrderAnswer:
+        async def kept(peer: Peer, forward: Forward) -> OrderAnswer:
             asked.append(peer)
-            return await forward(peer, given)
+            return await arrive(peer, forward)
 
         wires.forward = kept  # type: ignore[method-assign]
         timer_id = owned_by(b)

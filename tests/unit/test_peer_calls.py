@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from duetime import peer_calls
 from duetime.errors import Busy, InvalidField, NotOwner, OutcomeUnknown, Unserved
 from duetime.http_client import Answer, HttpError, Target
 from duetime.model import TimerKey, TimerPatch, TimerSpec, Verdict
@@ -79,7 +80,7 @@ def told(script: Script, story: Callable[[HttpPeers, Wire], Awaitable[None]]) ->
 
 
 def asked(peers: HttpPeers, forward: Forward, peer: Peer = PEER) -> asyncio.Task[OrderAnswer]:
-    return asyncio.ensure_future(peers.forward(peer, forward))  # type: ignore[return-value]
+    return asyncio.ensure_future(peers.forward(peer, forward))
 
 
 async def outcome(task: asyncio.Task[OrderAnswer]) -> object:
@@ -104,6 +105,21 @@ def test_a_request_names_receiver_and_sender_and_is_numbered_for_each_receiver()
         assert [(o.to, o.sender, o.number) for o in wire.requests] == [("b", "a", 1), ("b", "a", 2), ("c", "a", 1)]
         assert [target.host for target in wire.targets] == ["b", "b", "c"]
         assert wire.timeouts_ms == [5_000] * 3
+
+    told(done, story)
+
+
+def test_a_peer_that_is_asked_now_and_then_is_never_given_a_number_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others there were in between, whose numbers are forgotten at last."""
+    monkeypatch.setattr(peer_calls, "_NUMBERED_MAX", 10)
+
+    async def story(peers: HttpPeers, wire: Wire) -> None:
+        for number in range(100):
+            await peers.forward(Peer(f"p{number}", "p:1", "the secret"), delete("t"))
+            if number % 5 == 0:
+                await peers.forward(PEER, delete("t"))
+            assert len(peers._numbers) <= 10
+        assert [orders.number for orders in wire.requests if orders.to == "b"] == list(range(1, 21))
 
     told(done, story)
 

@@ -43,7 +43,7 @@ from duetime.testing.sim_clients import NamespaceClient, SimClient
 from duetime.testing.sim_database import SimDatabase
 from duetime.testing.sim_loop import INSTANCE, SimLoop
 from duetime.testing.sim_network import Cut, SimDeliverer, SimStore, name_in_history, value_of
-from duetime.testing.sim_peers import SimPeers
+from duetime.testing.sim_peers import NEVER, SimPeers
 from duetime.testing.sim_settings import Settings, choose_settings, constants_set, plain_settings
 from duetime.testing.virtual import START_WALL_MS, VirtualClock
 
@@ -528,6 +528,7 @@ def judged(world: World) -> list[Violation]:
         faults=world.explanations,
         all_accepted=True,
     )
+    violations += [Violation("P", "-", kind, "") for kind in NEVER if world.faults[kind]]
     if world.restless:
         violations.append(Violation("F", "-", "timers are still scheduled ten minutes after the last fault", ""))
     return violations + _late(world)
