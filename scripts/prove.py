@@ -1,7 +1,12 @@
 """`make prove`: how far the proof of correctness reaches. Prints the seeds that were run and the faults in them,
-the mutants with the seed that caught each, and how many cases of the failure catalogue have tests.
+the mutants with the seed that caught each, how many statements of engine, cluster and service the seeds reach, and
+how many cases of the failure catalogue have tests.
 
-Ends with 1 if a seed broke an invariant, a mutant was not caught, or the catalogue is not whole.
+Ends with 1 if a seed broke an invariant, a mutant was not caught, a statement was neither reached nor listed with a
+reason (prove_unreached.toml), or the catalogue is not whole.
+
+After a change of the engine: `python scripts/prove.py --write-unreached --seeds 200` writes the list anew. Reasons of
+statements that are still there and still not reached stay; give each new one its reason.
 """
 
 from __future__ import annotations
@@ -14,15 +19,19 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from duetime.testing.mutants import MUTANTS
-from duetime.testing.simulate import caught_by, report, run_seeds
+from duetime.testing.reached import MODULES, Statement, statements_of
+from duetime.testing.simulate import caught_by, reached_within, report, run_seeds
 
-__all__ = ["CASES", "Case", "read_catalogue"]
+__all__ = ["CASES", "Case", "Unreached", "prove_statements", "read_catalogue", "read_unreached"]
 
 ROOT = Path(__file__).parents[1]
 CASES = 55
+UNREACHED = Path(__file__).with_name("prove_unreached.toml")
+TRACED_SEEDS_MAX = 200  # being traced, a seed takes four times as long
 # The nonce matters only after a failover that lost commits, which seeds do not play: it has a story of its own.
 STORIES = {"no-nonce": "tests/sim/test_failover.py"}
 
@@ -76,6 +85,71 @@ def prove_mutants() -> bool:
     return caught == len(MUTANTS)
 
 
+class Unreached(Struct, frozen=True):
+    """Statements of one function that the seeds do not reach, and why."""
+
+    module: str
+    function: str
+    reason: str
+    statements: tuple[str, ...]
+
+    def names(self, statement: Statement) -> bool:
+        where = (self.module, self.function)
+        return (statement.module, statement.function) == where and statement.text in self.statements
+
+
+def read_unreached() -> list[Unreached]:
+    return msgspec.toml.decode(UNREACHED.read_bytes(), type=dict[str, list[Unreached]]).get("unreached", [])
+
+
+def prove_statements(count: int) -> bool:
+    statements = [statement for module in MODULES for statement in statements_of(module)]
+    listed = read_unreached()
+    excused = {s.place for s in statements if any(entry.names(s) for entry in listed)}
+    reached, seeds = reached_within(range(count), excused)
+    missing = [s for s in statements if s.place not in reached | excused]
+    for statement in missing:
+        print(f"  NOT REACHED: {statement.module}:{statement.line} {statement.function}: {statement.text}")
+    gone = [entry for entry in listed if not any(entry.names(s) for s in statements)]
+    for entry in [*gone, *(entry for entry in listed if not entry.reason)]:
+        print(f"  LISTED in {UNREACHED.name} without {'such a statement' if entry in gone else 'a reason'}: {entry}")
+    needless = [s for s in statements if s.place in reached & excused]
+    for statement in needless:
+        print(f"  reached all the same: {statement.module}:{statement.line} {statement.text}")
+    done = len(statements) - len(missing) - len(excused - reached)
+    print(f"statements: {done} of {len(statements)} reached by {seeds} seeds, {len(excused)} listed with a reason")
+    return not missing and not gone and all(entry.reason for entry in listed)
+
+
+def write_unreached(count: int) -> None:
+    """The list anew, by what so many seeds do not reach."""
+    statements = [statement for module in MODULES for statement in statements_of(module)]
+    known = {(e.module, e.function, text): e.reason for e in read_unreached() for text in e.statements}
+    reached, _ = reached_within(range(count), {s.place for s in statements if _key(s) in known})
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for statement in statements:
+        # A statement that is reached by luck now and then stays listed, unless its reason is gone from the list.
+        if statement.place not in reached:
+            texts = found.setdefault((statement.module, statement.function, known.get(_key(statement), "")), [])
+            if statement.text not in texts:
+                texts.append(statement.text)
+    lines = ["# Statements of engine, cluster and service that the seeds of the simulator do not reach, and why."]
+    lines.append("# Written by `python scripts/prove.py --write-unreached`; the reasons are ours.")
+    for (module, function, reason), texts in found.items():
+        lines += ["", "[[unreached]]", f"module = {_text(module)}", f"function = {_text(function)}"]
+        lines += [f"reason = {_text(reason)}", "statements = [", *(f"    {_text(text)}," for text in texts), "]"]
+    UNREACHED.write_text("\n".join(lines) + "\n", "utf-8")
+    print(f"{len(found)} entries, {sum(not reason for *_, reason in found)} of them without a reason")
+
+
+def _key(statement: Statement) -> tuple[str, str, str]:
+    return statement.module, statement.function, statement.text
+
+
+def _text(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
 def prove_cases() -> bool:
     cases = read_catalogue()
     covered = [case for case in cases if case.tests and not case.missing]
@@ -90,8 +164,17 @@ def prove_cases() -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
+    parser.add_argument("--write-unreached", action="store_true", help="only write the list of statements not reached")
     options = parser.parse_args()
-    proofs = [prove_seeds(options.seeds), prove_mutants(), prove_cases()]
+    if options.write_unreached:
+        write_unreached(options.seeds)
+        return 0
+    proofs = [
+        prove_seeds(options.seeds),
+        prove_mutants(),
+        prove_statements(min(options.seeds, TRACED_SEEDS_MAX)),
+        prove_cases(),
+    ]
     return 0 if all(proofs) else 1
 
 

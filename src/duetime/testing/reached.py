@@ -34,6 +34,7 @@ MODULES = (
     "duetime.sharing",
 )
 
+
 class Statement(Struct, frozen=True):
     """A statement in a function. `line` to `last_line` are those that belong to it and to no statement within it."""
 

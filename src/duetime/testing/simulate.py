@@ -12,16 +12,18 @@ import os
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 
 from msgspec import Struct
 
 from duetime.testing.mutants import MUTANTS
+from duetime.testing.reached import MODULES, Place, Tracer, statements_of
 from duetime.testing.sim import Run, simulate
 from duetime.testing.sim_loop import Livelock
 
-__all__ = ["Totals", "caught_by", "report", "run_seeds"]
+__all__ = ["Totals", "caught_by", "reached_within", "report", "run_seeds"]
 
 _SHOWN_MAX = 3
 
@@ -69,6 +71,39 @@ def _one(seed: int) -> Run:
     run = simulate(seed)
     run.history = []  # long, and only worth its way back to the parent when asked for
     return run
+
+
+def reached_within(seeds: range, unreachable: Iterable[Place], *, jobs: int | None = None) -> tuple[set[Place], int]:
+    """The statements that these seeds reach, and how many seeds it took. Ends as soon as only `unreachable` ones are
+    left."""
+    listed = frozenset(unreachable)
+    missing = {statement.place for module in MODULES for statement in statements_of(module)} - listed
+    reached: set[Place] = set()
+    played = 0
+    with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=_trace, initargs=(listed,)) as pool:
+        for future in as_completed([pool.submit(_reach, seed) for seed in seeds]):
+            reached |= future.result()
+            played += 1
+            if missing <= reached:
+                pool.shutdown(cancel_futures=True)
+                break
+    return reached, played
+
+
+_tracer: Tracer | None = None
+
+
+def _trace(unreachable: frozenset[Place]) -> None:
+    global _tracer
+    logging.disable(logging.CRITICAL)
+    _tracer = Tracer(unreachable)
+
+
+def _reach(seed: int) -> set[Place]:
+    assert _tracer is not None
+    with _tracer:
+        simulate(seed)
+    return _tracer.reached
 
 
 def caught_by(name: str) -> int | None:
