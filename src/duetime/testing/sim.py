@@ -47,7 +47,7 @@ from duetime.testing.sim_peers import SimPeers
 from duetime.testing.sim_settings import Settings, choose_settings, constants_set, plain_settings
 from duetime.testing.virtual import START_WALL_MS, VirtualClock
 
-__all__ = ["EARLY_BY_MAX_MS", "Instance", "Run", "Scenario", "SimClient", "World", "judged", "simulate"]
+__all__ = ["EARLY_BY_MAX_MS", "ODD_METHODS", "Instance", "Run", "Scenario", "SimClient", "World", "judged", "simulate"]
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ EARLY_BY_MAX_MS = 25
 _LATE_BY_MAX_MS = 100  # in the last act: the network's and the store's few milliseconds, many times over
 _OFFSET_MAX_MS = 450
 _BROKEN_FOR_SECONDS = 15.0  # then whoever watches the instance restarts it
-_ODD_METHODS = ("load", "commit", "get_many", "heartbeat", "shards", "namespaces", "claim", "members", "purge_reached")
+ODD_METHODS = ("load", "commit", "get_many", "heartbeat", "shards", "namespaces", "claim", "members", "purge_reached")
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -379,7 +379,7 @@ class World:
         elif kind == "spoilt row":
             self.database.spoil_one(rng)
         elif kind == "odd errors":
-            method = rng.choice(_ODD_METHODS)
+            method = rng.choice(ODD_METHODS)
             victim.link.odd_errors[method] = rng.choice((1, 2, 6))
             self.tell(f"odd errors {victim.name} {method}")
         elif victim.up:

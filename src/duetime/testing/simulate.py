@@ -12,18 +12,17 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
 from msgspec import Struct
 
 from duetime.testing.mutants import MUTANTS
-from duetime.testing.reached import MODULES, Place, Tracer, statements_of
+from duetime.testing.reached import Place, Tracer
 from duetime.testing.sim import Run, simulate
 from duetime.testing.sim_loop import Livelock
 
-__all__ = ["Totals", "caught_by", "reached_within", "report", "run_seeds"]
+__all__ = ["Totals", "caught_by", "report", "run_seeds"]
 
 _SHOWN_MAX = 3
 
@@ -38,6 +37,7 @@ class Totals(Struct):
     callbacks: int = 0
     virtual_seconds: float = 0.0
     faults: Counter[str] = Counter()
+    reached: set[Place] = set()  # statements of engine, cluster and service
 
     def add(self, run: Run) -> None:
         self.seeds += 1
@@ -53,12 +53,13 @@ class Totals(Struct):
 
 def run_seeds(first: int, count: int, *, jobs: int | None = None, progress: bool = False) -> Totals:
     """Seeds first … first+count-1, in parallel."""
-    totals = Totals(failed=[], stories=[], faults=Counter())
+    totals = Totals(failed=[], stories=[], faults=Counter(), reached=set())
     started = time.monotonic()
     seeds = range(first, first + count)
-    with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
-        for run in pool.map(_one, seeds, chunksize=4):
+    with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=_prepare) as pool:
+        for run, reached in pool.map(_one, seeds, chunksize=4):
             totals.add(run)
+            totals.reached |= reached
             if progress:
                 _draw(totals, count, time.monotonic() - started)
     if progress:
@@ -66,44 +67,24 @@ def run_seeds(first: int, count: int, *, jobs: int | None = None, progress: bool
     return totals
 
 
-def _one(seed: int) -> Run:
-    logging.disable(logging.CRITICAL)
-    run = simulate(seed)
-    run.history = []  # long, and only worth its way back to the parent when asked for
-    return run
-
-
-def reached_within(seeds: range, unreachable: Iterable[Place], *, jobs: int | None = None) -> tuple[set[Place], int]:
-    """The statements that these seeds reach, and how many seeds it took. Ends as soon as only `unreachable` ones are
-    left."""
-    listed = frozenset(unreachable)
-    missing = {statement.place for module in MODULES for statement in statements_of(module)} - listed
-    reached: set[Place] = set()
-    played = 0
-    with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=_trace, initargs=(listed,)) as pool:
-        for future in as_completed([pool.submit(_reach, seed) for seed in seeds]):
-            reached |= future.result()
-            played += 1
-            if missing <= reached:
-                pool.shutdown(cancel_futures=True)
-                break
-    return reached, played
-
-
 _tracer: Tracer | None = None
+_told: set[Place] = set()  # statements the parent knows of
 
 
-def _trace(unreachable: frozenset[Place]) -> None:
+def _prepare() -> None:
     global _tracer
     logging.disable(logging.CRITICAL)
-    _tracer = Tracer(unreachable)
+    _tracer = Tracer()
+    _tracer.__enter__()  # for good: the process is there for nothing else
 
 
-def _reach(seed: int) -> set[Place]:
+def _one(seed: int) -> tuple[Run, set[Place]]:
     assert _tracer is not None
-    with _tracer:
-        simulate(seed)
-    return _tracer.reached
+    run = simulate(seed)
+    run.history = []  # long, and only worth its way back to the parent when asked for
+    reached = _tracer.reached - _told
+    _told.update(reached)
+    return run, reached
 
 
 def caught_by(name: str) -> int | None:
