@@ -1,7 +1,12 @@
 """`make prove`: how far the proof of correctness reaches. Prints the seeds that were run and the faults in them,
-the mutants with the seed that caught each, and how many cases of the failure catalogue have tests.
+the mutants with the seed that caught each, how many statements of engine, cluster and service the seeds reach, and
+how many cases of the failure catalogue have tests.
 
-Ends with 1 if a seed broke an invariant, a mutant was not caught, or the catalogue is not whole.
+Ends with 1 if a seed broke an invariant, a mutant was not caught, a statement was neither reached nor listed with a
+reason (prove_unreached.toml), or the catalogue is not whole.
+
+After a change of the engine: `python scripts/prove.py --write-unreached --seeds 200` writes the list anew. Reasons of
+statements that are still there and still not reached stay; give each new one its reason.
 """
 
 from __future__ import annotations
@@ -14,15 +19,18 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from duetime.testing.mutants import MUTANTS
+from duetime.testing.reached import MODULES, Place, Statement, statements_of
 from duetime.testing.simulate import caught_by, report, run_seeds
 
-__all__ = ["CASES", "Case", "read_catalogue"]
+__all__ = ["CASES", "Case", "Unreached", "not_reached", "read_catalogue", "read_unreached"]
 
 ROOT = Path(__file__).parents[1]
 CASES = 55
+UNREACHED = Path(__file__).with_name("prove_unreached.toml")
 # The nonce matters only after a failover that lost commits, which seeds do not play: it has a story of its own.
 STORIES = {"no-nonce": "tests/sim/test_failover.py"}
 
@@ -54,11 +62,11 @@ def read_catalogue() -> list[Case]:
     ]
 
 
-def prove_seeds(count: int) -> bool:
+def prove_seeds(count: int) -> tuple[bool, set[Place]]:
     started = time.monotonic()
     totals = run_seeds(0, count, progress=sys.stderr.isatty())
     report(totals, time.monotonic() - started)
-    return not totals.failed
+    return not totals.failed, totals.reached
 
 
 def prove_mutants() -> bool:
@@ -76,6 +84,80 @@ def prove_mutants() -> bool:
     return caught == len(MUTANTS)
 
 
+class Unreached(Struct, frozen=True):
+    """Statements of one function that the seeds do not reach, and why."""
+
+    module: str
+    function: str
+    reason: str
+    statements: tuple[str, ...]
+
+    def names(self, statement: Statement) -> bool:
+        where = (self.module, self.function)
+        return (statement.module, statement.function) == where and statement.text in self.statements
+
+
+def read_unreached() -> list[Unreached]:
+    return msgspec.toml.decode(UNREACHED.read_bytes(), type=dict[str, list[Unreached]]).get("unreached", [])
+
+
+def not_reached(reached: set[Place]) -> list[str]:
+    """What is wrong with the statements that were reached and those that are listed: one line for each."""
+    statements = [statement for module in MODULES for statement in statements_of(module)]
+    listed = read_unreached()
+    excused = {s.place for s in statements if any(entry.names(s) for entry in listed)}
+    wrong = [
+        f"not reached: {s.module}:{s.line} {s.function}: {s.text}"
+        for s in statements
+        if s.place not in reached | excused
+    ]
+    for entry in listed:
+        texts = {s.text for s in statements if entry.names(s)}
+        wrong += [f"listed, but not there: {entry.function}: {text}" for text in entry.statements if text not in texts]
+        if not entry.reason:
+            wrong.append(f"listed without a reason: {entry.function}")
+    return wrong
+
+
+def prove_statements(reached: set[Place]) -> bool:
+    wrong = not_reached(reached)
+    for line in wrong:
+        print(f"  {line}")
+    for module in MODULES:
+        statements = statements_of(module)
+        print(f"  {module}: {sum(s.place in reached for s in statements)} of {len(statements)} statements reached")
+    every = [statement for module in MODULES for statement in statements_of(module)]
+    print(f"statements: {sum(s.place in reached for s in every)} of {len(every)} reached")
+    return not wrong
+
+
+def write_unreached(count: int) -> None:
+    """The list anew, by what so many seeds do not reach."""
+    known = {(e.module, e.function, text): e.reason for e in read_unreached() for text in e.statements}
+    reached = run_seeds(0, count).reached
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for statement in (statement for module in MODULES for statement in statements_of(module)):
+        if statement.place not in reached:
+            texts = found.setdefault((statement.module, statement.function, known.get(_key(statement), "")), [])
+            if statement.text not in texts:
+                texts.append(statement.text)
+    lines = ["# Statements of engine, cluster and service that the seeds of the simulator do not reach, and why."]
+    lines.append("# Written by `python scripts/prove.py --write-unreached`; the reasons are ours.")
+    for (module, function, reason), texts in found.items():
+        lines += ["", "[[unreached]]", f"module = {_text(module)}", f"function = {_text(function)}"]
+        lines += [f"reason = {_text(reason)}", "statements = [", *(f"    {_text(text)}," for text in texts), "]"]
+    UNREACHED.write_text("\n".join(lines) + "\n", "utf-8")
+    print(f"{len(found)} entries, {sum(not reason for *_, reason in found)} of them without a reason")
+
+
+def _key(statement: Statement) -> tuple[str, str, str]:
+    return statement.module, statement.function, statement.text
+
+
+def _text(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
 def prove_cases() -> bool:
     cases = read_catalogue()
     covered = [case for case in cases if case.tests and not case.missing]
@@ -90,8 +172,13 @@ def prove_cases() -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
+    parser.add_argument("--write-unreached", action="store_true", help="only write the list of statements not reached")
     options = parser.parse_args()
-    proofs = [prove_seeds(options.seeds), prove_mutants(), prove_cases()]
+    if options.write_unreached:
+        write_unreached(options.seeds)
+        return 0
+    seeds_hold, reached = prove_seeds(options.seeds)
+    proofs = [seeds_hold, prove_mutants(), prove_statements(reached), prove_cases()]
     return 0 if all(proofs) else 1
 
 

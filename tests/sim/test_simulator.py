@@ -6,22 +6,33 @@ import os
 import subprocess
 import sys
 
-from duetime.testing.sim import simulate
-from duetime.testing.simulate import run_seeds
+import pytest
+from scripts.prove import not_reached
+
+from duetime.testing.sim import ODD_METHODS, simulate
+from duetime.testing.simulate import Totals, run_seeds
 
 SEEDS = int(os.environ.get("SEEDS") or (2_000 if os.environ.get("CI") == "true" else 300))
 
 
-def test_no_seed_breaks_an_invariant() -> None:
-    totals = run_seeds(0, SEEDS)
+@pytest.fixture(scope="module")
+def totals() -> Totals:
+    return run_seeds(0, SEEDS)
+
+
+def test_no_seed_breaks_an_invariant(totals: Totals) -> None:
     print(f"{totals.seeds} seeds, {totals.virtual_seconds / 3600:.1f} h, {dict(totals.faults)}")
     assert not totals.failed, "\n".join(totals.stories)
     assert totals.seeds == SEEDS
     assert totals.callbacks > SEEDS * 20
 
 
-def test_every_kind_of_fault_happens() -> None:
-    totals = run_seeds(0, 30)
+def test_every_statement_of_the_engine_is_reached_or_listed_with_a_reason(totals: Totals) -> None:
+    wrong = not_reached(totals.reached)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_kind_of_fault_happens(totals: Totals) -> None:
     kinds = set(totals.faults)
     assert kinds >= {
         "crash",
@@ -39,6 +50,19 @@ def test_every_kind_of_fault_happens() -> None:
         "store answer lost, applied before",
         "store answer lost, applied after",
         "store answer lost, applied never",
+        "outage",
+        "drain timed out",
+        "client hung up",
+        "load failed for some shards",
+        "purge_reached failed for some shards",
+        "delivery broke before it began",
+        "delivery broke after it was answered",
+        "destination not known",
+        "request lost on a dead connection",
+        "request taken by a connection that then broke",
+        "answer of a destination lost",
+        "destination asked for another call",
+        *(f"unforeseen error from {method}" for method in ODD_METHODS),
     }
 
 

@@ -7,16 +7,18 @@ seeds (`tests/sim/test_mutants.py`). One that is not means that the workload or 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from duetime.engine import Engine
-from duetime.errors import NotOwner, ShardLost
+from duetime.errors import Conflict, NotOwner, ShardLost
 from duetime.firing import FireLoop, Firing
 from duetime.membership import Membership
+from duetime.model import Namespace
 from duetime.service import Service
 from duetime.shard import Entry, Phase, Shard, end_of
 from duetime.stores.memory import MemoryStore
@@ -28,7 +30,7 @@ __all__ = ["MUTANTS", "Mutant"]
 class Mutant(Struct, frozen=True):
     name: str
     wrong: str  # what it does not do
-    patches: tuple[tuple[type, str, Callable[..., Any]], ...]
+    patches: tuple[tuple[type, str, Any], ...]
     seeds: int = 100  # within so many it is caught
 
     @contextmanager
@@ -167,6 +169,58 @@ def _take_again(self: Service, forward: Any) -> Any:
     return asyncio.ensure_future(carry_out())
 
 
+def _namespace_as_if_unknown(self: Engine, name: str) -> Namespace:
+    known = self.namespaces.known(name)
+    if known is not None and known.revision:  # its own retry policy and secrets come with the next reading
+        return known
+    return Namespace(name=name, num_shards=1, created_at_ms=0)
+
+
+def _now_with_the_offset(self: Membership) -> int:
+    """Refuses jumps, but leaves a constant error of the clock as it is."""
+    wall_ms = self._clock.wall_ms()
+    steady_ms = self._clock.boot_ms() + self._wall_minus_boot_ms
+    if wall_ms - steady_ms > self._config.clock_skew_max.ms - self._ahead_ms:
+        return steady_ms
+    return wall_ms
+
+
+async def _delete_after_one_look(self: Service, name: str) -> None:
+    """Marks the namespace and is done, whatever was admitted before everybody knew."""
+    old = await self._namespaces.get(name)
+    if name == "default":
+        raise Conflict("stays")
+    await self._refuse_if_used(old)
+    await self._namespaces.replace(replace(old, revision=old.revision + 1, deleted=True), old)
+
+
+def _restore_nothing(self: Shard, key: Any, prior: Entry | None) -> None:
+    pass
+
+
+def _begin_again_without_looking(self: Shard, entry: Entry, now_ms: int, *, again: bool) -> bool:
+    return again or _right_shard_begin(self, entry, now_ms, again=again)
+
+
+_right_shard_begin = Shard.begin
+
+
+def _shrink_without_the_horizon(self: Shard, cutoff_ms: int) -> None:
+    before = self.horizon
+    _right_shrink(self, cutoff_ms)
+    self.horizon = before
+
+
+_right_shrink = Shard.shrink
+
+
+def _forgets_what_was_decided_meanwhile(self: Shard, page: Any, until_ms: int) -> None:
+    """What was written beyond the old horizon while the page was read is not on the page."""
+    if self._touched:
+        self._touched = dict.fromkeys(self._touched)
+    _right_load_ended(self, page, until_ms)
+
+
 MUTANTS = (
     Mutant("no-fence", "the store does not look at the fence", ((MemoryStore, "_owned", _owned_by_anybody),)),
     Mutant(
@@ -233,5 +287,45 @@ MUTANTS = (
         "wall-clock-believed",
         "a wall clock that jumps ahead is believed at once",
         ((Membership, "now_ms", _now_is_the_wall_clock),),
+    ),
+    Mutant(
+        "namespace-unknown",
+        "fires with default settings as long as the namespace is not known",
+        ((Engine, "_namespace_of", _namespace_as_if_unknown),),
+    ),
+    Mutant(
+        "clock-offset-not-corrected",
+        "a clock that is off by a constant within clock_skew_max is believed",
+        ((Membership, "now_ms", _now_with_the_offset),),
+    ),
+    Mutant(
+        "deleted-after-one-look",
+        "a namespace is deleted without a second look for timers that were admitted meanwhile",
+        ((Service, "delete_namespace", _delete_after_one_look),),
+    ),
+    Mutant(
+        "released-before-recorded",
+        "a shard is given away before the outcomes of its deliveries are on record",
+        ((Shard, "is_quiet", property(lambda self: not self.sending)),),
+    ),
+    Mutant(
+        "expired-not-restored",
+        "a timer whose update could not be written in time is not armed again",
+        ((Shard, "_restore", _restore_nothing),),
+    ),
+    Mutant(
+        "sent-again-without-looking",
+        "a request that goes once more on another connection is not checked again",
+        ((Shard, "begin", _begin_again_without_looking),),
+    ),
+    Mutant(
+        "shrink-keeps-horizon",
+        "timers are forgotten for want of memory, and the horizon says that they are here",
+        ((Shard, "shrink", _shrink_without_the_horizon),),
+    ),
+    Mutant(
+        "load-misses-what-was-written",
+        "a timer written while a page was read is neither on the page nor placed",
+        ((Shard, "load_ended", _forgets_what_was_decided_meanwhile),),
     ),
 )

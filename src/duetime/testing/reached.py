@@ -1,18 +1,17 @@
 """Which statements of the server the simulated cluster reaches.
 
-A tracer of its own, because it has to be cheap: functions of other files are not traced, nor those of which every line
-was reached. Only statements in functions count: modules and classes are executed when they are imported.
+Only statements in functions count: modules and classes are executed when they are imported.
 """
 
 from __future__ import annotations
 
 import ast
+import gc
+import importlib
 import importlib.util
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import Any
+from types import CodeType, FunctionType, TracebackType
 
 from msgspec import Struct
 
@@ -34,14 +33,14 @@ MODULES = (
     "duetime.sharing",
 )
 
+
 class Statement(Struct, frozen=True):
-    """A statement in a function. `line` to `last_line` are those that belong to it and to no statement within it."""
+    """A statement in a function."""
 
     module: str
     function: str
     text: str
     line: int
-    last_line: int
 
     @property
     def place(self) -> Place:
@@ -67,15 +66,12 @@ def statements_of(module: str) -> list[Statement]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 if in_function:
-                    yield Statement(module, name, lines[child.lineno - 1].strip(), child.lineno, child.lineno)
+                    yield Statement(module, name, lines[child.lineno - 1].strip(), child.lineno)
                 is_class = isinstance(child, ast.ClassDef)
                 yield from walk(child, f"{name}.{child.name}".lstrip("."), not is_class)
                 continue
             if isinstance(child, ast.stmt) and in_function and not _says_nothing(child):
-                inner = [body[0].lineno for body in _bodies(child)]
-                last_line = min([line - 1 for line in inner] or [child.end_lineno or child.lineno])
-                text = lines[child.lineno - 1].strip()
-                yield Statement(module, name, text, child.lineno, max(child.lineno, last_line))
+                yield Statement(module, name, lines[child.lineno - 1].strip(), child.lineno)
             yield from walk(child, name, in_function)
 
     return list(walk(ast.parse(source), "", False))
@@ -90,50 +86,77 @@ def _says_nothing(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def _bodies(statement: ast.stmt) -> list[list[Any]]:
-    if isinstance(statement, ast.Match):
-        return [case.body for case in statement.cases]
-    return [body for body in (getattr(statement, "body", []), getattr(statement, "orelse", [])) if body]
-
-
 class Tracer:
     """Collects the statements of these modules that are reached while it is entered.
 
-    A function that is left with nothing but `unreachable` statements costs no more time.
+    Their functions get code that tells of each statement, which costs far less than `sys.settrace`.
     """
 
-    def __init__(self, unreachable: Iterable[Place] = (), modules: tuple[str, ...] = MODULES) -> None:
-        self._unreachable = frozenset(unreachable)
-        self._places: dict[str, dict[int, Place]] = {}  # path -> line -> statement
+    def __init__(self, modules: tuple[str, ...] = MODULES) -> None:
+        self._lines: dict[str, set[int]] = {module: set() for module in modules}
+        self._telling: dict[_CodeName, CodeType] = {}
         for module in modules:
-            of_line = self._places[_path_of(module)] = {}
-            for statement in statements_of(module):
-                for line in range(statement.line, statement.last_line + 1):
-                    of_line[line] = statement.place
-        self._left: dict[CodeType, set[Place]] = {}  # statements of a function that were not reached yet
-        self.reached: set[Place] = set()
+            path = _path_of(module)
+            tree = _Telling().visit(ast.parse(Path(path).read_text("utf-8")))
+            code = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+            self._telling.update((_name_of(inner), inner) for inner in _codes_in(code))
+        self._before: list[tuple[FunctionType, CodeType]] = []
+
+    @property
+    def reached(self) -> set[Place]:
+        return {(module, line) for module, lines in self._lines.items() for line in lines}
 
     def __enter__(self) -> Tracer:
-        sys.settrace(self._called)
+        for module, lines in self._lines.items():
+            vars(importlib.import_module(module))[_TELL] = lines.add
+        for thing in gc.get_objects():
+            if isinstance(thing, FunctionType) and (code := self._telling.get(_name_of(thing.__code__))) is not None:
+                self._before.append((thing, thing.__code__))
+                thing.__code__ = code
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        sys.settrace(None)
+        # The name stays in the modules: tasks that are under way may still use it.
+        for function, code in self._before:
+            function.__code__ = code
+        self._before = []
 
-    def _called(self, frame: FrameType, event: str, argument: object) -> Any:
-        code = frame.f_code
-        left = self._left.get(code)
-        if left is None:
-            of_line = self._places.get(code.co_filename, {})
-            places = {of_line[line] for *_, line in code.co_lines() if line in of_line}
-            left = self._left[code] = places - self._unreachable
-        return self._ran if left else None
 
-    def _ran(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
-            code = frame.f_code
-            place = self._places[code.co_filename].get(frame.f_lineno)
-            if place is not None:
-                self._left[code].discard(place)
-                self.reached.add(place)
-        return self._ran
+_TELL = "__reached__"
+_CodeName = tuple[str, str, int]
+
+
+def _name_of(code: CodeType) -> _CodeName:
+    return code.co_filename, code.co_qualname, code.co_firstlineno
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes_in(constant)
+
+
+class _Telling(ast.NodeTransformer):
+    """Puts `__reached__(line)` before every statement in a function."""
+
+    def __init__(self) -> None:
+        self._in_function = False
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        before = self._in_function
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            self._in_function = not isinstance(node, ast.ClassDef)
+        super().generic_visit(node)
+        if self._in_function and not isinstance(node, ast.Lambda):
+            for field in ("body", "orelse", "finalbody"):
+                if isinstance(body := getattr(node, field, None), list):
+                    setattr(node, field, [each for statement in body for each in self._told(statement)])
+        self._in_function = before
+        return node
+
+    def _told(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+        if not _says_nothing(statement):
+            call = ast.Call(ast.Name(_TELL, ast.Load()), [ast.Constant(statement.lineno)], [])
+            yield ast.copy_location(ast.Expr(ast.copy_location(call, statement)), statement)
+        yield statement

@@ -47,7 +47,7 @@ from duetime.testing.sim_peers import NEVER, SimPeers
 from duetime.testing.sim_settings import Settings, choose_settings, constants_set, plain_settings
 from duetime.testing.virtual import START_WALL_MS, VirtualClock
 
-__all__ = ["EARLY_BY_MAX_MS", "Instance", "Run", "Scenario", "SimClient", "World", "judged", "simulate"]
+__all__ = ["EARLY_BY_MAX_MS", "ODD_METHODS", "Instance", "Run", "Scenario", "SimClient", "World", "judged", "simulate"]
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ EARLY_BY_MAX_MS = 25
 _LATE_BY_MAX_MS = 100  # in the last act: the network's and the store's few milliseconds, many times over
 _OFFSET_MAX_MS = 450
 _BROKEN_FOR_SECONDS = 15.0  # then whoever watches the instance restarts it
-_ODD_METHODS = ("load", "commit", "get_many", "heartbeat", "shards", "namespaces", "claim", "members", "purge_reached")
+ODD_METHODS = ("load", "commit", "get_many", "heartbeat", "shards", "namespaces", "claim", "members", "purge_reached")
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -259,8 +259,10 @@ class World:
         self.wishes.append(wish)
         self.tell(f"wish {msgspec.json.encode(wish).decode()}")
         deleted_at_ms = self._deleted.get(namespace)
-        is_late = deleted_at_ms is not None and wish.asked_at_ms > deleted_at_ms
-        if is_late and wish.result is Result.OK and self.database.is_deleted(namespace):
+        if deleted_at_ms is None or wish.result is not Result.OK or not self.database.is_deleted(namespace):
+            return
+        arms = wish.kind in (Kind.PUT, Kind.REPLAY, Kind.FIRE_NOW)
+        if wish.asked_at_ms > deleted_at_ms or (arms and self.database.has(namespace, wish.timer.partition("/")[2])):
             self._violated(wish.timer, f"a {wish.kind} was acknowledged in a namespace that is deleted")
 
     # --- namespaces -------------------------------------------------------------------------------
@@ -283,9 +285,9 @@ class World:
         self.violations.append(Violation("N", timer, what, ""))
 
     def judge_left_behind(self) -> None:
-        acknowledged = {wish.value for wish in self.wishes if wish.kind is Kind.PUT and wish.result is Result.OK}
+        acknowledged = {wish.value or wish.timer for wish in self.wishes if wish.result is Result.OK}
         for timer, value in self.left_behind:
-            if value in acknowledged:
+            if acknowledged & {timer, value}:
                 self._violated(
                     timer, f"{value!r} was acknowledged, then the deletion of its namespace, and it is there"
                 )
@@ -352,7 +354,7 @@ class World:
                 ("freeze", scenario.freezes),
                 ("jump", scenario.jumps if self.settings.clocks == "jumps" else 0.0),
                 ("departure", scenario.departures),
-                ("outage", scenario.outages),
+                ("outage", scenario.outages * self.settings.outages),
                 ("odd errors", scenario.odd_errors),
                 ("spoilt row", scenario.spoilt_rows),
             ):
@@ -373,21 +375,21 @@ class World:
             self.tell(f"jump {victim.name} {victim.clock.offset_ms}")
             self.outside(self.later(rng.uniform(0.5, 5.0), lambda: setattr(victim.clock, "offset_ms", 0)))
         elif kind == "outage":
-            self._cut_off(victim)
+            self.cut_off(victim)
         elif kind == "spoilt row":
             self.database.spoil_one(rng)
         elif kind == "odd errors":
-            method = rng.choice(_ODD_METHODS)
+            method = rng.choice(ODD_METHODS)
             victim.link.odd_errors[method] = rng.choice((1, 2, 6))
             self.tell(f"odd errors {victim.name} {method}")
         elif victim.up:
             self._changes.append(self.outside(self._replace(victim)))
 
-    def _cut_off(self, victim: Instance) -> None:
+    def cut_off(self, victim: Instance, *, commits_only: bool = False) -> None:
         """No connection to the database for a while: for one or for all, for commits only or for everything."""
         rng = self.rng
         seconds = rng.choice((1.5, 3.0, 6.0, 15.0))
-        methods = frozenset({"commit"}) if rng.random() < 0.4 else frozenset()
+        methods = frozenset({"commit"}) if commits_only or rng.random() < 0.5 else frozenset()
         cut = Cut(self.loop.now + seconds, rng.random() < 0.5, methods)
         struck = list(self.instances.values()) if rng.random() < 0.2 else [victim]
         for instance in struck:
@@ -413,6 +415,7 @@ class World:
         while True:
             await asyncio.sleep(0.1)
             for instance in list(self._running.values()):
+                instance.service.readiness()
                 if not instance.up:
                     continue
                 if not instance.engine.membership.may_fire():

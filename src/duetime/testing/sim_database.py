@@ -53,6 +53,10 @@ class SimDatabase(MemoryStore):
         row = self._namespaces.get(namespace)
         return row is not None and row.deleted
 
+    def has(self, namespace: str, timer_id: str) -> bool:
+        """Is this timer scheduled?"""
+        return any(TimerKey(namespace, timer_id) in shard.timers for shard in self._shards.values())
+
     async def scheduled(self, namespace: str) -> list[Timer]:
         """All timers of a namespace, deleted or not."""
         row = self._namespaces.get(namespace)

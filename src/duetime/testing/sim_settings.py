@@ -25,6 +25,7 @@ class Settings(Struct, kw_only=True):
     instances: int
     stormy_seconds: float
     rate: float = 1.0  # of clients' requests
+    outages: float = 1.0  # how many times as often as the scenario says
     # "right"; "jumps": they are set wrong for a while; "offset": each is wrong by a constant within clock_skew_max
     clocks: str = "jumps"
     payload_chars_max: int = 0  # beside the value
@@ -65,8 +66,10 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
     constants: dict[str, int] = {}
     if one_in(5):
         engine["writes_waiting_max"] = rng.choice((3, 10, 40))
+    outages = 1.0
     if one_in(3):
         engine["write_timeout"] = Duration(rng.choice((700, 1_500, 3_000)))
+        outages = 3.0
     if one_in(4):
         delivery["concurrency_max"] = rng.choice((3, 8))
         delivery["concurrency_per_destination"] = rng.choice((1, 2, 4))
@@ -97,10 +100,11 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
         stormy_seconds=seconds,
         clocks=rng.choice(("right", "jumps", "jumps", "jumps", "offset")),
         constants=constants,
+        outages=outages,
     )
     if one_in(5):
         settings.payload_chars_max = rng.choice((2_000, 50_000))
-    if seed % 16 == 15:  # as with SQLite: one process at a time
+    if seed % 8 == 7:  # as with SQLite: one process at a time
         settings.instances = 1
         capabilities["exclusive"] = True
     if seed % 40 == 39:  # long and thin

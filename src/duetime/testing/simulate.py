@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from msgspec import Struct
 
 from duetime.testing.mutants import MUTANTS
+from duetime.testing.reached import Place, Tracer
 from duetime.testing.sim import Run, simulate
 from duetime.testing.sim_loop import Livelock
 
@@ -36,6 +37,7 @@ class Totals(Struct):
     callbacks: int = 0
     virtual_seconds: float = 0.0
     faults: Counter[str] = Counter()
+    reached: set[Place] = set()  # statements of engine, cluster and service
 
     def add(self, run: Run) -> None:
         self.seeds += 1
@@ -51,12 +53,13 @@ class Totals(Struct):
 
 def run_seeds(first: int, count: int, *, jobs: int | None = None, progress: bool = False) -> Totals:
     """Seeds first … first+count-1, in parallel."""
-    totals = Totals(failed=[], stories=[], faults=Counter())
+    totals = Totals(failed=[], stories=[], faults=Counter(), reached=set())
     started = time.monotonic()
     seeds = range(first, first + count)
-    with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
-        for run in pool.map(_one, seeds, chunksize=4):
+    with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=_prepare) as pool:
+        for run, reached in pool.map(_one, seeds, chunksize=4):
             totals.add(run)
+            totals.reached |= reached
             if progress:
                 _draw(totals, count, time.monotonic() - started)
     if progress:
@@ -64,11 +67,24 @@ def run_seeds(first: int, count: int, *, jobs: int | None = None, progress: bool
     return totals
 
 
-def _one(seed: int) -> Run:
+_tracer: Tracer | None = None
+_told: set[Place] = set()  # statements the parent knows of
+
+
+def _prepare() -> None:
+    global _tracer
     logging.disable(logging.CRITICAL)
+    _tracer = Tracer()
+    _tracer.__enter__()  # for good: the process is there for nothing else
+
+
+def _one(seed: int) -> tuple[Run, set[Place]]:
+    assert _tracer is not None
     run = simulate(seed)
     run.history = []  # long, and only worth its way back to the parent when asked for
-    return run
+    reached = _tracer.reached - _told
+    _told.update(reached)
+    return run, reached
 
 
 def caught_by(name: str) -> int | None:
