@@ -271,3 +271,21 @@ def test_whether_a_timer_was_replaced_is_not_known_after_a_lost_answer_beyond_th
         assert (await world.create("y", 1_000)).replaced is True, "in memory, so it is known"
 
     on_one_shard(story)
+
+
+def test_who_asks_about_a_timer_whose_outcome_cannot_be_recorded_is_answered_in_time() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await world.create("x", 1_000)
+        store.fail("commit", *[Fault.UNAVAILABLE] * 10_000)
+        await asyncio.sleep(30)
+        assert world.destinations.called() == ["x"]
+        with pytest.raises(StoreUnavailable):
+            await asyncio.wait_for(world.service.delete(X), 15)
+        with pytest.raises(StoreUnavailable):
+            await asyncio.wait_for(world.service.update(X, TimerPatch(payload="2")), 15)
+        store.heal()
+        await asyncio.sleep(10)
+        assert (await world.get("x")).state is State.DELIVERED
+        assert world.destinations.called() == ["x"]
+
+    on_one_shard(story)

@@ -413,7 +413,6 @@ class TestBreaker:
 
         on_a_street(story)
 
-
     def test_too_many_requests_and_a_request_timeout_count_as_failures(self) -> None:
         async def story(street: Street) -> None:
             for status in (408, 429, 500):
@@ -623,7 +622,6 @@ class TestTakingBack:
             assert [seconds for _, seconds in street.flow.take_back(1)] == [3_600]
 
         on_a_street(story, breaker_failures=1)
-
 
     def test_each_item_that_is_taken_back_widens_the_spread_until_the_breaker_closes(self) -> None:
         async def story(street: Street) -> None:

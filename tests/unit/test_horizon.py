@@ -115,9 +115,7 @@ class Observatory:
 
     def timers_of(self, shard_id: int, count: int, first_ms: int = 1_000, step_ms: int = 10, **changes: Any) -> None:
         at_ms = START_WALL_MS + first_ms
-        self.timers[shard_id] = [
-            make_timer(f"s{shard_id}-{n}", at_ms + n * step_ms, **changes) for n in range(count)
-        ]
+        self.timers[shard_id] = [make_timer(f"s{shard_id}-{n}", at_ms + n * step_ms, **changes) for n in range(count)]
 
     def in_memory(self) -> int:
         return sum(len(shard.entries) for shard in self.shards.values())
@@ -316,9 +314,9 @@ class TestLoading:
 
     def test_an_error_that_nobody_expects_leaves_no_shard_loading_for_ever(self) -> None:
         async def story(place: Observatory) -> None:
+            place.errors = [ZeroDivisionError()]
+            place.shards[0].load_begins()
             with pytest.raises(ZeroDivisionError):
-                place.errors = [ZeroDivisionError()]
-                place.shards[0].load_begins()
                 await place.horizon._load([place.shards[0]])
             assert not place.shards[0].loading
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from engine_world import check_shard
 
-from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, StoreUnavailable
-from duetime.model import BEFORE_ALL, NO_EXTRAS, Extras, Position, Settlement, Timer, TimerKey
+from duetime.errors import Busy, NotOwner, OutcomeUnknown, StoreUnavailable
+from duetime.model import BEFORE_ALL, Extras, Position, Settlement, Timer, TimerKey
 from duetime.shard import UNKNOWN, Entry, Phase, Shard, Written, end_of
 from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable
 from duetime.testing import make_reached, make_timer
@@ -146,6 +146,7 @@ class TestWriting:
             batch = bench.take()
             assert (list(batch.puts), list(batch.deletes), list(batch.reached)) == ([timer()], [], [])
             assert batch.fence == Fence(7, 3, 1)
+            assert not shard.is_quiet
             assert shard.current(A) == timer()
             assert not writing.done()
             shard.committed(batch, Committed())
@@ -816,6 +817,7 @@ class TestExpiry:
             bench.shard.expire(1_001)
             bench.check()
             bench.shard.committed(batch, Committed())
+            bench.shard.expire(1_001)
             assert bench.commit().puts == [timer(payload="2")]
 
         on_a_bench(story)
@@ -850,6 +852,50 @@ class TestExpiry:
             bench.check()
             assert bench.commit().puts == [timer(payload="2")]
             assert second.done()
+
+        on_a_bench(story)
+
+    def test_what_one_ended_that_somebody_builds_on_is_written_with_it(self) -> None:
+        async def story(bench: Bench) -> None:
+            bench.put(timer(payload="1"))
+            bench.shard.write(A, None, [make_reached(timer(payload="1"))])
+            bench.take()
+            bench.shard.expire(1_001)
+            second = bench.write(timer(payload="2"))
+            bench.shard.not_committed()
+            bench.check()
+            assert list(bench.commit().reached) == [make_reached(timer(payload="1"))]
+            assert second.result()[1] is False, "it was deleted before, and that is on disk too"
+
+        on_a_bench(story)
+
+    def test_one_that_somebody_still_asks_about_is_not_given_up(self) -> None:
+        async def story(bench: Bench) -> None:
+            bench.write(timer())
+            bench.take()
+            bench.shard.expire(1_001)
+            asked = bench.shard.undecided(A)
+            assert asked is not None
+            bench.shard.not_committed()
+            bench.check()
+            bench.commit()
+            assert asked.done(), "whoever asks is answered"
+
+        on_a_bench(story)
+
+    def test_one_that_followed_another_is_given_up_by_itself(self) -> None:
+        async def story(bench: Bench) -> None:
+            bench.write(timer(payload="1"))
+            batch = bench.take()
+            bench.write(timer(payload="2"))
+            bench.shard.expire(1_001)
+            bench.shard.committed(batch, Committed())
+            bench.take()
+            bench.shard.not_committed()
+            bench.check()
+            assert bench.shard.is_quiet
+            assert bench.shard.entries[A].timer.payload == "1"
+            assert bench.shard.entries[A].phase is Phase.ARMED
 
         on_a_bench(story)
 
@@ -914,6 +960,7 @@ class TestExpiry:
             bench.check()
             assert isinstance(error_of(writing), StoreUnavailable)
             assert entry.phase is Phase.SETTLING
+            assert bench.shard.pending[A].waiters == []
             batch = bench.commit()
             if ends:
                 assert (list(batch.puts), list(batch.deletes)) == ([], [A])
@@ -1026,6 +1073,14 @@ class TestReadingBeforeWriting:
 
         on_a_bench(story)
 
+    def test_one_that_is_not_in_memory_may_be_read_too(self) -> None:
+        async def story(bench: Bench) -> None:
+            async with bench.shard.alone(A):
+                pass
+            assert bench.shard.entries == {}
+
+        on_a_bench(story)
+
     def test_they_take_turns_also_if_one_fails(self) -> None:
         async def story(bench: Bench) -> None:
             order: list[str] = []
@@ -1104,7 +1159,64 @@ class TestMemory:
         on_a_bench(story)
 
 
+def test_the_end_of_a_millisecond_is_behind_every_position_in_it_and_can_be_stored() -> None:
+    assert end_of(5) == Position(5, 2**63 - 1, 2**63 - 1)
+
+
 class TestLoading:
+    def test_before_anything_is_loaded_a_timer_is_only_on_disk(self) -> None:
+        async def story(bench: Bench) -> None:
+            bench.yard.now_ms = 9_000
+            shard = bench.shard
+            assert (shard.loading, shard.fenced_at_ms) == (False, 1_000)
+            writing = bench.write(timer())
+            bench.commit()
+            assert writing.done()
+            assert shard.entries == {}
+
+        on_a_bench(story, loaded=False)
+
+    def test_one_decided_while_the_page_was_read_that_ends_with_it_is_placed(self) -> None:
+        async def story(bench: Bench) -> None:
+            last = timer("last", NOW_MS + 10)
+            bench.shard.load_begins()
+            bench.write(timer("last", NOW_MS + 10, payload="new"))
+            bench.commit()
+            bench.shard.load_ended(Page([last], last.position), UNTIL_MS)
+            assert [entry.timer.payload for entry in bench.shard.entries.values()] == ["new"]
+
+        on_a_bench(story, loaded=False)
+
+    def test_a_timer_that_is_placed_while_a_write_about_it_is_committing_does_not_fire(self) -> None:
+        async def story(bench: Bench) -> None:
+            bench.delete()
+            batch = bench.take()
+            bench.load([timer()])
+            entry = bench.shard.entries[A]
+            assert entry.phase is Phase.WRITING
+            bench.check()
+            bench.shard.expire(1_001)
+            bench.shard.not_committed()
+            assert entry.phase is Phase.ARMED, "given up: it is what it was"
+            bench.delete()
+            batch = bench.take()
+            bench.shard.committed(batch, Committed())
+            assert bench.shard.entries == {}
+
+        on_a_bench(story)
+
+    def test_a_row_that_was_set_aside_before_is_not_counted_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("duetime.shard._UNREADABLE_MAX", 2)
+
+        async def story(bench: Bench) -> None:
+            rows = [Unreadable(Position(NOW_MS + n, 1, 1), "test", f"x{n}", "broken") for n in range(2)]
+            bench.load([], unreadable=rows)
+            bench.load([], unreadable=rows)
+            bench.write(timer("b", UNTIL_MS - 1))
+            assert bench.shard.raise_low_water(bench.take()).low_water == end_of(NOW_MS - 1), "all of them are known"
+
+        on_a_bench(story)
+
     def test_a_page_is_placed_and_the_horizon_follows(self) -> None:
         async def story(bench: Bench) -> None:
             shard = bench.shard
