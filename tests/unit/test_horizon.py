@@ -130,6 +130,7 @@ def looking(
         await asyncio.sleep(0)
         try:
             await story(place)
+            assert not running.done(), "a loader has ended"
         finally:
             running.cancel()
         entries = [entry for shard in place.shards.values() for entry in shard.entries.values()]
@@ -148,6 +149,7 @@ class TestLoading:
     def test_a_shard_is_loaded_up_to_the_look_ahead_and_not_again_before_half_of_it_is_over(self) -> None:
         async def story(place: Observatory) -> None:
             place.timers_of(0, 5)
+            assert place.horizon._needy == []
             await until_loaded(place)
             assert place.asked == [[Stretch(0, BEFORE_ALL, START_WALL_MS + MINUTE_MS, 1_000)]]
             shard = place.shards[0]
@@ -170,10 +172,14 @@ class TestLoading:
         async def story(place: Observatory) -> None:
             place.timers_of(0, 95)
             place.page_max = 10
-            await until_loaded(place)
+            place.seconds = 0.01
+            place.horizon.look()
+            await asyncio.sleep(0.025)
+            assert place.horizon._deep == {0}, "it has more: from now on it is loaded by itself"
+            await asyncio.sleep(0.5)
             assert len(place.asked) == 10
             assert place.in_memory() == 95
-            assert place.shards[0].horizon == end_of(START_WALL_MS + MINUTE_MS)
+            assert place.shards[0].horizon == end_of(START_WALL_MS + MINUTE_MS + 90), "ninety milliseconds later"
             assert place.horizon._deep == set()
 
         looking(story)
@@ -331,6 +337,7 @@ class TestMemory:
             shard.load_begins()
             shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
             await asyncio.sleep(0.1)
+            place.horizon.relieve()
             assert place.horizon.weight == place.in_memory() == 1_000
             assert place.parked == []
             place.timers_of(1, 1, first_ms=10_000)
@@ -389,6 +396,34 @@ class TestMemory:
             place.horizon.relieve()
             half = int(1_000 * 0.5 * 100 / 2_100)
             assert place.parked == [60 - half]
+
+        looking(story, timers_in_memory_max=1_000)
+
+    def test_if_few_are_armed_none_of_them_goes(self) -> None:
+        async def story(place: Observatory) -> None:
+            place.timers_of(0, 100, first_ms=10_000, payload="x" * 20_480)
+            shard = place.shards[0]
+            shard.load_begins()
+            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
+            armed = dict(place.armed)
+            place.armed = dict(list(armed.items())[: int(1_000 * 0.5 * 100 / 2_100)])
+            place.horizon.relieve()
+            assert len(shard.entries) == 100
+            place.armed = armed
+
+        looking(story, timers_in_memory_max=1_000)
+
+    def test_if_it_is_enough_that_the_furthest_go_nothing_is_put_back(self) -> None:
+        async def story(place: Observatory) -> None:
+            place.timers_of(0, 1_000, first_ms=10, step_ms=1)
+            place.timers[0].append(make_timer("far", START_WALL_MS + 50_000))
+            shard = place.shards[0]
+            shard.load_begins()
+            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
+            place.flow.waiting = 600
+            place.horizon.relieve()
+            assert place.horizon.weight == 1_000
+            assert place.parked == []
 
         looking(story, timers_in_memory_max=1_000)
 
