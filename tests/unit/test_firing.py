@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
+import pytest
 from engine_world import OK, URL, check_shard
 
 from duetime.config import load_config
@@ -209,6 +210,16 @@ class TestTheHeap:
 
         on_a_range(story)
 
+    @pytest.mark.parametrize("delay_ms", [100, 101])
+    def test_a_counter_that_starts_over_does_not_change_the_time(self, delay_ms: int) -> None:
+        async def story(place: Range) -> None:
+            place.loop._counter = 2**32 - 2
+            entries = [place.put(f"t{number}", delay_ms) for number in range(4)]
+            assert [entry.ticket >> 32 for entry in entries] == [entries[0].timer.execute_at_ms] * 4
+            assert len({entry.ticket for entry in entries}) == 4
+
+        on_a_range(story)
+
     def test_one_that_is_disarmed_does_not_fire(self) -> None:
         async def story(place: Range) -> None:
             place.put("a", 100)
@@ -362,9 +373,12 @@ class TestTheLease:
             assert waker is not None
             place.loop.stop()
             assert waker.cancelled()
-            place.put("c", 10)
+            assert place.loop.flow.stopped
+            late = place.put("c", -10)
             place.loop.wake()
+            assert place.loop._waker is waker, "no other was set"
             place.loop._turn()
+            assert late.phase is Phase.ARMED
             await asyncio.sleep(20)
             assert place.receiver.begun == [("a", None)]
             assert len(place.receiver.attempts) == 1
@@ -491,6 +505,40 @@ class TestAttempts:
 
         on_a_range(story)
 
+    def test_one_that_could_not_be_reached_during_a_recovery_is_tried_after_it(self) -> None:
+        async def story(place: Range) -> None:
+            deliver = place.receiver.deliver
+
+            async def refused(attempt: Attempt) -> Outcome:
+                await asyncio.sleep(0.2)
+                place.receiver.deliver = deliver  # type: ignore[method-assign]
+                return Outcome(Contact.BROKEN, error="refused")
+
+            place.receiver.deliver = refused  # type: ignore[method-assign]
+            place.put("a", 100)
+            await asyncio.sleep(0.2)
+            place.shard.recovering = True
+            await asyncio.sleep(5)
+            assert place.receiver.attempts == []
+            place.shard.recovered(ShardRow(7, 4, 2, "me"), {})
+            await asyncio.sleep(5)
+            assert [attempt.timer.attempts for attempt in place.receiver.attempts] == [0], "no attempt was spent"
+            assert place.receiver.called() == ["a"]
+
+        on_a_range(story)
+
+    def test_one_that_is_deleted_while_it_is_queued_is_not_even_connected(self) -> None:
+        async def story(place: Range) -> None:
+            place.receiver.seconds = 1
+            place.put("a", 100)
+            place.put("b", 100)
+            await asyncio.sleep(0.5)
+            place.shard.write(TimerKey("test", "b"), None, [])
+            await asyncio.sleep(5)
+            assert [attempt.timer.timer_id for attempt in place.receiver.attempts] == ["a"]
+
+        on_a_range(story, concurrency_per_destination=1)
+
     def test_an_outcome_after_the_timer_was_replaced_is_stale_and_settles_nothing(self) -> None:
         async def story(place: Range) -> None:
             place.receiver.seconds = 1
@@ -505,7 +553,7 @@ class TestAttempts:
 
         on_a_range(story)
 
-    def test_an_end_is_counted_and_a_retry_is_none(self) -> None:
+    def test_an_end_is_counted_and_a_retry_is_none(self, caplog: pytest.LogCaptureFixture) -> None:
         async def story(place: Range) -> None:
             place.receiver.outcome = FAILS
             place.put("a", 100)
@@ -516,6 +564,7 @@ class TestAttempts:
             assert place.telemetry.endings.by_label == {"delivered": 1}
             assert place.telemetry.stale_outcomes.value == 0
             assert place.telemetry.outcomes.by_label["answered"] >= 2
+            assert "could not be settled" not in caplog.text
 
         on_a_range(story)
 
@@ -572,6 +621,20 @@ class TestAttempts:
             assert timer.attempts == 1
             assert "ZeroDivisionError" in (timer.extras.last_error or "")
             assert place.shard.sending == {}
+
+        on_a_range(story)
+
+    def test_whatever_it_is_that_cannot_be_judged_counts_as_an_attempt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def breaks(*_: Any) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr("duetime.firing.missed", breaks)
+
+        async def story(place: Range) -> None:
+            place.put("a", 100, extras=Extras(missed=Missed(skip_if_late_by_ms=1_000)))
+            await asyncio.sleep(0.2)
+            assert place.shard.entries[A].timer.attempts == 1
+            assert place.shard.entries[A].phase is Phase.ARMED
 
         on_a_range(story)
 
@@ -664,7 +727,7 @@ class TestMissed:
 
 
 class TestNamespaces:
-    def test_before_its_namespace_is_known_nothing_is_sent(self) -> None:
+    def test_before_its_namespace_is_known_nothing_is_sent(self, caplog: pytest.LogCaptureFixture) -> None:
         async def story(place: Range) -> None:
             place.known.clear()
             entry = place.put("a", 100)
@@ -691,6 +754,18 @@ class TestNamespaces:
             assert place.loop._unknown_trouble.reason == ""
             await asyncio.sleep(1)
             assert place.receiver.called() == ["a"]
+            assert "unexpected error" not in caplog.text
+
+        on_a_range(story)
+
+    def test_one_that_is_deleted_while_it_is_held_is_held_no_longer(self) -> None:
+        async def story(place: Range) -> None:
+            place.known.clear()
+            place.put("a", 100)
+            await asyncio.sleep(0.5)
+            place.shard.write(A, None, [])
+            place.loop.fire_held(place.loop.take_held(), reread=True)
+            assert not place.loop.holds_any
 
         on_a_range(story)
 
@@ -744,8 +819,14 @@ class TestNamespaces:
             place.known.clear()
             await asyncio.sleep(5)
             assert place.receiver.called() == ["a", "b"]
+            assert place.telemetry.endings.by_label == {"delivered": 2}
 
         on_a_range(story, concurrency_per_destination=1)
+
+
+class Lowest(random.Random):
+    def random(self) -> float:
+        return 0.0
 
 
 class TestParking:
@@ -773,6 +854,17 @@ class TestParking:
                 assert (timer.attempts, timer.scheduled_at_ms) == (0, entries[0].timer.scheduled_at_ms)
             assert place.loop.flow.waiting == 2
             assert len(set(place.loop.armed_tickets())) == 3
+
+        on_a_range(story, breaker_failures=1, concurrency_per_destination=1)
+
+    def test_half_a_minute_is_the_least(self) -> None:
+        async def story(place: Range) -> None:
+            await self.backlog(place)
+            now_ms = place.clock.wall_ms()
+            place.loop._rng = Lowest()
+            place.loop.park(1)
+            await asyncio.sleep(0.001)
+            assert place.shard.entries[TimerKey("test", "t4")].timer.execute_at_ms == now_ms + 30_000
 
         on_a_range(story, breaker_failures=1, concurrency_per_destination=1)
 
