@@ -209,6 +209,18 @@ class TestFailures:
 
         on_a_street(story)
 
+    def test_nor_others_that_come_later(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [StoreUnavailable("no")]
+            street.seconds = 0.01
+            asked = [street.put(0), street.put(1)]
+            await asyncio.sleep(0.015)
+            asked.append(street.put(2))
+            await asyncio.gather(*asked)
+            assert street.commits == [{0: 1, 1: 1}, {0: 1}, {1: 1}, {2: 1}]
+
+        on_a_street(story)
+
     def test_one_that_fails_by_itself_rests_longer_and_longer_up_to_a_second(self) -> None:
         async def story(street: Street) -> None:
             street.poison = "a"
@@ -241,6 +253,26 @@ class TestFailures:
             await asyncio.sleep(0.02)
             assert street.commits[2] == {0: 1}, "half of what failed"
             assert street.commits[3:] == [{0: 1}]
+
+        on_a_street(story)
+
+    def test_nor_if_it_was_written_while_the_commit_was_on_its_way(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds = 0.01
+            street.answers = [StoreUnavailable("no")]
+            street.put(0)
+            await asyncio.sleep(0.005)
+            await street.put(0, "b")
+            assert street.at[1] == pytest.approx(0.03)
+
+        on_a_street(story)
+
+    def test_of_two_the_one_that_is_not_the_reason_waits_for_a_moment_only(self) -> None:
+        async def story(street: Street) -> None:
+            street.poison = "a"
+            street.put(0, "a")
+            await street.put(0, "b")
+            assert street.at == [0, pytest.approx(0.02), pytest.approx(0.04)]
 
         on_a_street(story)
 
@@ -316,6 +348,7 @@ class TestFailures:
             writing = street.put(0)
             await asyncio.sleep(5)
             assert street.unknown == [0]
+            assert street.lane._trouble.reason == "", "that is for refused ones"
             assert len(street.commits) == 1
             assert street.told_committed == 0
             key = TimerKey("test", "a")
@@ -348,6 +381,21 @@ class TestFailures:
             await second
             await asyncio.sleep(5)
             assert len(street.commits) == 1
+
+        on_a_street(story)
+
+    def test_one_that_was_dropped_meanwhile_is_not_lost_once_more(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds = 1
+            street.answers = [[ShardLost(), OutcomeUnknown(), Committed()]]
+            street.put(0)
+            street.put(1)
+            third = street.put(2)
+            await asyncio.sleep(0.5)
+            for shard in street.shards[:2]:
+                shard.drop(NotOwner())
+            await third
+            assert (street.lost, street.unknown) == ([], [])
 
         on_a_street(story)
 
@@ -410,7 +458,9 @@ class TestLookup:
     def test_a_reading_under_way_is_referenced_or_it_might_be_collected(self) -> None:
         async def story(clock: VirtualClock) -> None:
             lookup = Lookup(cast(Store, Shelf()))
-            asked = [asyncio.ensure_future(lookup.find(1, TimerKey("test", "a"))) for _ in range(2)]
+            asked = [asyncio.ensure_future(lookup.find(1, TimerKey("test", name))) for name in "aab"]
+            await asyncio.sleep(0)
+            assert len(lookup._tasks) == 1, "one for all"
             await asyncio.sleep(0.5)
             assert len(lookup._tasks) == 1
             await asyncio.gather(*asked)
