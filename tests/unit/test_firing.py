@@ -646,7 +646,7 @@ class TestAttempts:
             place.put("a", 100, callback_url="http://broken")
             place.put("b", 100)
             done = place.loop._done
-            place.loop._done = breaks  # type: ignore[method-assign]
+            place.loop._done = breaks  # type: ignore[method-assign, assignment]
             await asyncio.sleep(0.2)
             assert place.receiver.called() == ["b"]
             place.loop._done = done  # type: ignore[method-assign]
