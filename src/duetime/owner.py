@@ -341,7 +341,9 @@ class Owner:
                         "An earlier write about this timer is not decided yet; not applied"
                     ) from None
                 except StoreError:
-                    pass  # it came to nothing: what was there before is there
+                    if shard.is_written(key):
+                        raise  # an outcome that cannot be recorded yet: nobody waits for it without end
+                    # It came to nothing: what was there before is there.
             timer = shard.current(key)
             if timer is not UNKNOWN and timer is not None:
                 return Found(timer)

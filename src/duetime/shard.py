@@ -270,14 +270,15 @@ class Shard:
             del self._alone[key]
             turn.set_result(None)
             entry = self.entries.get(key)
-            if entry is not None and entry.phase is _WRITING and not self._is_written(key):
+            if entry is not None and entry.phase is _WRITING and not self.is_written(key):
                 self._rest(entry)
 
     def is_held(self, key: TimerKey) -> bool:
         """Is somebody reading this timer in order to write it?"""
         return key in self._alone
 
-    def _is_written(self, key: TimerKey) -> bool:
+    def is_written(self, key: TimerKey) -> bool:
+        """Does something about this timer wait for a commit?"""
         return key in self.pending or key in self.committing
 
     # --- committing: called by the lane -----------------------------------------------------------
@@ -396,7 +397,7 @@ class Shard:
         for entry in stalled:
             key = entry.timer.key
             # Once only, however often it was stalled: after the first time it is ARMED.
-            is_free = not self._is_written(key) and key not in self._alone
+            is_free = not self.is_written(key) and key not in self._alone
             if entry.phase is _WRITING and self.entries.get(key) is entry and is_free:
                 self._rest(entry)
 
@@ -467,7 +468,7 @@ class Shard:
 
     def _restore(self, key: TimerKey, prior: Entry | None) -> None:
         """A write came to nothing: the timer is again what it was."""
-        if prior is None or self.entries.get(key) is not prior or self._is_written(key):
+        if prior is None or self.entries.get(key) is not prior or self.is_written(key):
             return
         if prior.outcome_of is not None:
             settlement, prior.outcome_of = prior.outcome_of, None

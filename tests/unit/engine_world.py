@@ -13,6 +13,7 @@ from duetime.delivery import Attempt
 from duetime.engine import Engine
 from duetime.model import Contact, Created, Outcome, TimerKey, TimerSpec, TimerView
 from duetime.service import Service
+from duetime.shard import Op, Phase, Shard
 from duetime.store import Store
 from duetime.stores.memory import MemoryStore
 from duetime.telemetry import Telemetry
@@ -106,6 +107,52 @@ class World:
         return await self.service.get(TimerKey("default", timer_id))
 
 
+def check_shard(shard: Shard) -> None:
+    """What is true of a shard at any moment between two turns of the loop."""
+    for key, entry in shard.entries.items():
+        assert entry.timer.key == key
+        assert entry.shard is shard
+        assert entry.phase is not Phase.GONE, f"{key} is in memory and gone"
+        if entry.phase is Phase.ARMED:
+            assert key not in shard.pending, f"{key} may fire while it is written"
+            assert key not in shard.committing, f"{key} may fire while it is written"
+            assert entry.outcome_of is None
+        if entry.phase is Phase.SENDING:
+            assert shard.sending.get(key), f"{key} is in flight and not counted"
+            assert entry.started_at_ms
+        if entry.phase is Phase.SETTLING:
+            assert key in shard.pending or key in shard.committing, f"{key} has an outcome that nobody records"
+    assert all(count > 0 for count in shard.sending.values())
+
+
+def check_accounts(engine: Engine) -> None:
+    """What is true of an engine at any moment between two turns of the loop: nothing it counts has drifted."""
+    shards = list(engine.shards.values())
+    for shard in shards:
+        check_shard(shard)
+    ops: list[Op] = [op for shard in shards for op in (*shard.pending.values(), *shard.committing.values())]
+    entries = [entry for shard in shards for entry in shard.entries.values()]
+    assert engine.writes_waiting == len(ops), "writes_waiting drifts"
+    assert engine.unsettled == sum(op.settlement is not None for op in ops), "unsettled drifts"
+    assert engine.horizon.weight == sum(entry.weight for entry in entries), "the weight of what is in memory drifts"
+    armed = sorted(entry.ticket for entry in entries if entry.phase is Phase.ARMED)
+    held = [entry.ticket for entry in engine.fire_loop._without_namespace if entry.phase is Phase.ARMED]
+    draining = [entry.ticket for entry in entries if entry.phase is Phase.ARMED and entry.shard.draining]
+    tickets = engine.fire_loop.armed_tickets()
+    assert set(tickets) <= set(armed), "what is armed is not in memory"
+    assert set(armed) <= {*tickets, *held, *draining}, "a timer waits for its time and nobody will fire it"
+    flow = engine.fire_loop.flow
+    assert flow.waiting == sum(place.waiting for place in flow.destinations())
+    assert flow.in_flight == sum(place.in_flight for place in flow.destinations())
+
+
+def check_nothing_is_left(engine: Engine) -> None:
+    """After a stop: every shard is given free, and nothing of them is left in memory."""
+    assert engine.shards == {}
+    assert (engine.writes_waiting, engine.unsettled, engine.horizon.weight) == (0, 0, 0)
+    assert engine.fire_loop.armed_tickets() == []
+
+
 def in_world(
     story: Callable[[World], Awaitable[None]],
     *,
@@ -119,7 +166,9 @@ def in_world(
         await world.start()
         try:
             await story(world)
+            check_accounts(world.engine)
         finally:
             await world.engine.stop()
+        check_nothing_is_left(world.engine)
 
     run_virtual(told)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from engine_world import OK, URL, World, in_world
+from engine_world import OK, URL, World, check_accounts, check_nothing_is_left, in_world
 from msgspec.structs import replace
 
 from duetime.clock import SystemClock
@@ -47,10 +47,12 @@ def on_store(
         await world.start()
         try:
             await story(world, store)
+            check_accounts(world.engine)
         finally:
             if isinstance(store, FaultyStore):
                 store.heal()
             await world.engine.stop()
+        check_nothing_is_left(world.engine)
 
     run_virtual(told)
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from engine_world import OK, URL, World, in_world
+from engine_world import OK, URL, World, check_accounts, check_nothing_is_left, in_world
 
 from duetime.delivery import Attempt
 from duetime.errors import Busy, Conflict, NotFound, NotReady, OutcomeUnknown, StoreError, StoreUnavailable
@@ -43,9 +43,11 @@ def faulty_world(story: Callable[[World, FaultyStore], Awaitable[None]], **setti
         await world.start()
         try:
             await story(world, store)
+            check_accounts(world.engine)
         finally:
             store.heal()
             await world.engine.stop()
+        check_nothing_is_left(world.engine)
 
     run_virtual(told)
 

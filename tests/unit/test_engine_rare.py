@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
-from engine_world import URL, World
+from engine_world import OK, URL, World, check_accounts, check_nothing_is_left
 
 from duetime.delivery import Attempt
 from duetime.errors import DuetimeError, OutcomeUnknown, StoreUnavailable
@@ -18,16 +19,18 @@ from duetime.testing.virtual import VirtualClock, run_virtual
 X = TimerKey("default", "x")
 
 
-def on_one_shard(story: Callable[[World, FaultyStore], Awaitable[None]]) -> None:
+def on_one_shard(story: Callable[[World, FaultyStore], Awaitable[None]], **settings: Any) -> None:
     async def told(clock: VirtualClock) -> None:
         store = FaultyStore(MemoryStore(clock))
-        world = World(clock, store.as_store, namespaces__default_num_shards=1)
+        world = World(clock, store.as_store, namespaces__default_num_shards=1, **settings)
         await world.start()
         try:
             await story(world, store)
+            check_accounts(world.engine)
         finally:
             store.heal()
             await world.engine.stop()
+        check_nothing_is_left(world.engine)
 
     run_virtual(told)
 
@@ -269,5 +272,89 @@ def test_whether_a_timer_was_replaced_is_not_known_after_a_lost_answer_beyond_th
         await world.create("y", 1_000)
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
         assert (await world.create("y", 1_000)).replaced is True, "in memory, so it is known"
+
+    on_one_shard(story)
+
+
+def test_who_asks_about_a_timer_whose_outcome_cannot_be_recorded_is_answered_in_time() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await world.create("x", 1_000)
+        store.fail("commit", *[Fault.UNAVAILABLE] * 10_000)
+        await asyncio.sleep(30)
+        assert world.destinations.called() == ["x"]
+        with pytest.raises(StoreUnavailable):
+            await asyncio.wait_for(world.service.delete(X), 15)
+        with pytest.raises(StoreUnavailable):
+            await asyncio.wait_for(world.service.update(X, TimerPatch(payload="2")), 15)
+        store.heal()
+        await asyncio.sleep(10)
+        assert (await world.get("x")).state is State.DELIVERED
+        assert world.destinations.called() == ["x"]
+
+    on_one_shard(story)
+
+
+def test_no_more_deliveries_are_started_than_may_be_unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not recorded is repeated after a crash: that has to be a bounded number."""
+    monkeypatch.setattr("duetime.engine._UNSETTLED_MAX", 10)
+
+    async def story(world: World, store: FaultyStore) -> None:
+        names = [f"t{number}" for number in range(50)]
+        for name in names:
+            await world.create(name, 1_000)
+        await world.create("elsewhere", 3_000, callback_url="http://idle.test/")
+        committing = store.hold("commit")
+        await asyncio.sleep(30)
+        assert len(world.destinations.calls) == 10
+        assert world.engine.unsettled == 10
+        committing.set()
+        await asyncio.sleep(30)
+        assert sorted(world.destinations.called()) == sorted([*names, "elsewhere"])
+
+    on_one_shard(story, delivery__concurrency_per_destination=1)
+
+
+def test_generations_go_on_growing_over_restarts_and_recoveries() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        generations: list[int] = []
+        for _ in range(3):
+            for _ in range(3):
+                generations.append((await world.create("x", 60_000)).view.timer.generation)
+            store.fail("commit", Fault.LOST_THEN_UNKNOWN)
+            generations.append((await world.create("x", 60_000)).view.timer.generation)
+            generations.append((await world.create("x", 60_000)).view.timer.generation)
+            await world.crash_and_restart()
+            await asyncio.sleep(30)  # until its predecessor is declared dead
+        assert generations == sorted(set(generations))
+
+    on_one_shard(story)
+
+
+def test_a_delete_that_could_not_be_applied_in_time_does_not_keep_the_timer_from_firing() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        answered = asyncio.Event()
+
+        async def hangs(attempt: Attempt) -> Outcome:
+            await answered.wait()
+            return OK
+
+        world.destinations.answers["http://hangs.test/"] = hangs
+        await world.create("armed", 25_000)
+        await world.create("due meanwhile", 5_000)
+        await world.create("in flight", 1_000, callback_url="http://hangs.test/")
+        await world.create("answered meanwhile", 1_000, callback_url="http://hangs.test/")
+        await asyncio.sleep(2)
+        names = ["armed", "due meanwhile", "in flight", "answered meanwhile"]
+        store.fail("commit", *[Fault.UNAVAILABLE] * 10_000)
+        deletes = [asyncio.ensure_future(world.service.delete(TimerKey("default", name))) for name in names]
+        await asyncio.sleep(1)
+        answered.set()
+        await asyncio.wait(deletes)
+        assert [type(delete.exception()) for delete in deletes] == [StoreUnavailable] * 4
+        check_accounts(world.engine)
+        store.heal()
+        await asyncio.sleep(60)
+        assert sorted(world.destinations.called()) == sorted(names)
+        assert [(await world.get(name)).state for name in names] == [State.DELIVERED] * 4
 
     on_one_shard(story)

@@ -44,7 +44,9 @@ class Street:
             deliver=self._deliver,
             wanted=lambda item: item.number not in self.unwanted,
             done=self._done,
+            congested=lambda: self.congested,
         )
+        self.congested = False
         self.seconds: dict[str, float] = defaultdict(float)
         self.outcome: dict[str, Outcome | Callable[[Item], Outcome]] = defaultdict(lambda: OK)
         self.unwanted: set[int] = set()
@@ -411,8 +413,87 @@ class TestBreaker:
 
         on_a_street(story)
 
+    def test_too_many_requests_and_a_request_timeout_count_as_failures(self) -> None:
+        async def story(street: Street) -> None:
+            for status in (408, 429, 500):
+                street.outcome[str(status)] = Outcome(Contact.ANSWERED, status)
+                street.submit(str(status), 50)
+            await asyncio.sleep(0.1)
+            assert [len(street.starts(name)) for name in ("408", "429", "500")] == [3, 3, 3]
+
+        on_a_street(story, breaker_failures=3, concurrency_per_destination=1)
+
+    def test_only_an_overloaded_destination_can_ask_for_time(self) -> None:
+        async def story(street: Street) -> None:
+            street.outcome["a"] = Outcome(Contact.ANSWERED, 500, retry_after_ms=60_000)
+            street.submit("a", 2)
+            await asyncio.sleep(1)
+            assert street.starts("a") == [0, 0]
+
+        on_a_street(story, concurrency_per_destination=1)
+
+    def test_one_that_asked_for_time_and_fails_after_it_is_left_alone_again(self) -> None:
+        async def story(street: Street) -> None:
+            outcomes = [overloaded(503, 4), FAILS, OK]
+            street.outcome["a"] = lambda item: outcomes[item.number]
+            street.submit("a", 3)
+            await asyncio.sleep(60)
+            assert street.starts("a") == [0, 4, 12], "a single failure opens it again, for twice as long"
+
+        on_a_street(story, concurrency_per_destination=1, breaker_failures=50, breaker_pause="1s")
+
+    def test_however_many_wait_behind_a_breaker_there_is_one_wake_up(self) -> None:
+        async def story(street: Street) -> None:
+            street.outcome["a"] = FAILS
+            street.submit("a")
+            await asyncio.sleep(0.1)
+            calls: list[float] = []
+            loop = asyncio.get_running_loop()
+            call_at = loop.call_at
+            loop.call_at = lambda at, *rest: calls.append(at) or call_at(at, *rest)  # type: ignore[method-assign, func-returns-value]
+            street.submit("a", 20)
+            assert len(calls) == 1
+            waker = street.place("a").waker
+            assert waker is not None
+            street.flow.stop()
+            assert waker.cancelled()
+
+        on_a_street(story, breaker_failures=1)
+
+
+class TestCongestion:
+    """Outcomes come in faster than they can be recorded."""
+
+    def test_nothing_is_started_until_it_is_over_and_then_everything(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds["a"] = 1
+            street.submit("a", 3)
+            street.congested = True
+            street.submit("b", 2)
+            await asyncio.sleep(5)
+            assert [item.destination for _, item in street.started] == ["a"], "what was started goes on, no more"
+            assert {place.name for place in street.flow.destinations()} == {"a", "b"}, "nobody is forgotten"
+            street.flow.resume()
+            assert len(street.started) == 1
+            street.congested = False
+            street.flow.resume()
+            await asyncio.sleep(5)
+            assert len(street.finished) == 5
+            assert street.is_quiet()
+
+        on_a_street(story, concurrency_per_destination=1)
+
 
 class TestRate:
+    def test_slow_calls_keep_the_pace_too(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds["a"] = 10
+            street.submit("a", 4)
+            await asyncio.sleep(60)
+            assert street.starts("a") == [0, 0.5, 1, 1.5]
+
+        on_a_street(story, rate_per_destination=2)
+
     def test_calls_to_one_destination_keep_the_pace(self) -> None:
         async def story(street: Street) -> None:
             street.submit("a", 20)
@@ -542,8 +623,142 @@ class TestTakingBack:
 
         on_a_street(story, breaker_failures=1)
 
+    def test_each_item_that_is_taken_back_widens_the_spread_until_the_breaker_closes(self) -> None:
+        async def story(street: Street) -> None:
+            street.outcome["a"] = FAILS
+            street.submit("a", 5)
+            await asyncio.sleep(0.5)
+            spread = [seconds for _, seconds in street.flow.take_back(3)]
+            assert spread == [pytest.approx(30.001), pytest.approx(30.002), pytest.approx(30.003)]
+            street.outcome["a"] = OK
+            await asyncio.sleep(60)
+            street.outcome["a"] = FAILS
+            street.submit("a", 5)
+            await asyncio.sleep(0.5)
+            assert [seconds for _, seconds in street.flow.take_back(1)] == [pytest.approx(30.001)]
+
+        on_a_street(story, breaker_failures=1, concurrency_per_destination=1)
+
+    def test_an_answer_while_the_breaker_is_closed_leaves_the_spread_as_it_is(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds["a"] = 40
+            street.submit("a", 5)
+            for _ in range(3):
+                await asyncio.sleep(1)
+                street.flow.measure()
+            assert len(street.flow.take_back(2)) == 2
+            await asyncio.sleep(40)
+            assert [seconds for _, seconds in street.flow.take_back(1)] == [pytest.approx(30.003)]
+
+        on_a_street(story, concurrency_per_destination=1)
+
+    def test_a_destination_that_gave_everything_back_is_called_with_what_comes_then(self) -> None:
+        async def story(street: Street) -> None:
+            street.outcome["a"] = FAILS
+            street.submit("a", 5, "one")
+            await asyncio.sleep(0.5)
+            assert len(street.flow.take_back(10)) == 4
+            street.outcome["a"] = OK
+            street.submit("a", 1, "two")
+            await asyncio.sleep(60)
+            assert len(street.finished) == 2
+            assert street.is_quiet()
+
+        on_a_street(story, breaker_failures=1, concurrency_per_destination=1)
+
+    def test_what_will_be_called_within_half_a_minute_is_not_taken_back(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds["a"] = 1
+            street.submit("a", 1)
+            await asyncio.sleep(0.5)
+            street.place("a").per_second = 0.1
+            street.submit("a", 2)
+            assert street.flow.take_back(9) == []
+            street.submit("a", 1)
+            assert len(street.flow.take_back(9)) == 3
+
+        on_a_street(story, concurrency_per_destination=1)
+
+    def test_how_fast_a_destination_is_follows_what_it_takes_each_second(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds["a"] = 0.1
+            street.submit("a", 1_000)
+            speeds: list[float] = []
+            await asyncio.sleep(0.05)
+            for second in range(5):
+                if second == 3:
+                    street.seconds["a"] = 100
+                await asyncio.sleep(1)
+                street.flow.measure()
+                speeds.append(street.place("a").per_second)
+            assert speeds[0] == float("inf"), "the first second was not a whole one"
+            assert speeds[1:] == [10, 10, 5.5, 2.75]
+
+        on_a_street(story, concurrency_per_destination=1)
+
 
 class TestNothingIsLeftBehind:
+    def test_a_call_under_way_is_referenced_or_it_might_be_collected(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds["a"] = 1
+            street.submit("a", 3)
+            assert len(street.flow._workers) == 3
+
+        on_a_street(story)
+
+    def test_a_destination_with_a_call_under_way_is_not_forgotten_and_keeps_its_cap(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds["a"] = 10
+            street.submit("a", 1)
+            await asyncio.sleep(0.1)
+            street.seconds["a"] = 1
+            street.submit("a", 1)
+            await asyncio.sleep(2)
+            street.submit("a", 3)
+            assert street.flow.in_flight == street.place("a").in_flight == 2
+
+        on_a_street(story, concurrency_per_destination=2)
+
+    def test_what_is_remembered_of_a_destination_outlives_newcomers(self) -> None:
+        async def story(street: Street) -> None:
+            street.outcome["a"] = FAILS
+            street.submit("a", 2)
+            await asyncio.sleep(0.1)
+            street.submit("b")
+            street.submit("a", 5)
+            await asyncio.sleep(0.1)
+            assert len(street.starts("a")) == 3
+
+        on_a_street(story, concurrency_per_destination=1, breaker_failures=3)
+
+    def test_busy_destinations_are_not_all_looked_at_again_for_every_newcomer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(flow_module, "_IDLE_DESTINATIONS_MAX", 4)
+
+        async def story(street: Street) -> None:
+            limits: list[int] = []
+            for number in range(10):
+                street.seconds[f"host-{number}"] = 60
+                street.submit(f"host-{number}")
+                limits.append(street.flow._forget_at)
+            assert limits == [4, 4, 4, 4, 8, 8, 8, 8, 16, 16]
+            await asyncio.sleep(100)
+            street.flow._forget_idle()
+            assert street.flow._forget_at == 4
+
+        on_a_street(story)
+
+    def test_what_has_waited_longest_is_the_head_of_each_queue(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds["a"] = street.seconds["b"] = 10
+            street.submit("a", 3, "one")
+            street.submit("a", 2, "two")
+            street.submit("b", 2, "one")
+            assert [item.number for item in street.flow.heads()] == [1, 3, 6]
+
+        on_a_street(story, concurrency_per_destination=1)
+
     def test_items_no_longer_wanted_are_dropped_without_a_call(self) -> None:
         async def story(street: Street) -> None:
             street.seconds["a"] = 1
@@ -673,3 +888,24 @@ class TestHangingDestinations:
             assert sum(item.destination == "healthy" for _, item in street.finished) == 20
 
         on_a_street(story)
+
+    def test_they_get_no_more_than_as_many_calls_again_as_the_cap(self) -> None:
+        async def story(street: Street) -> None:
+            for number in range(50):
+                street.seconds[f"hangs{number}"] = 30
+                street.submit(f"hangs{number}", 2)
+            await asyncio.sleep(0.1)
+            assert street.flow.in_flight == 20
+            await asyncio.sleep(1_000)
+            assert len(street.finished) == 100
+
+        on_a_street(story, concurrency_max=10)
+
+    def test_two_namespaces_of_a_destination_take_turns(self) -> None:
+        async def story(street: Street) -> None:
+            street.submit("a", 3, "one")
+            street.submit("a", 3, "two")
+            await asyncio.sleep(1)
+            assert [item.namespace for _, item in street.started] == ["one", "one", "two", "one", "two", "two"]
+
+        on_a_street(story, concurrency_per_destination=1)
