@@ -62,6 +62,7 @@ def _unit(*names: str) -> tuple[str, ...]:
 _ENGINE = (
     *_unit("shard", "firing", "horizon", "lane_alone", "moves", "namespaces", "unexpected_errors"),
     *_unit("cluster_rare", "engine_rare", "cases_engine", "owner", "lane", "flow", "membership", "forwarding"),
+    *_unit("moves", "namespaces", "recovery", "service", "unexpected_errors"),
     *_unit("status", "engine", "api", "telemetry"),
     *(f"tests/sim/test_{name}.py" for name in ("cases_cluster", "failover", "refused_forwards")),
 )

@@ -20,6 +20,7 @@ from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, VirtualLoop, run_virtual
 
 LEASE_MS = 3_000
+DEAD_AFTER_MS = 3_500
 
 
 class ExclusiveStore(MemoryStore):
@@ -619,3 +620,383 @@ class TestClock:
             assert set(right.fit) == {right.instance_id, wrong.instance_id}
 
         in_town(story)
+
+
+class TestSteady:
+    """Shards are given only to those who have been there for seven heartbeats, and who still beat."""
+
+    def test_a_newcomer_is_steady_after_seven_heartbeats_to_the_millisecond(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await passing(3.5, a, b, observer=b)
+            assert not b.is_steady(a.instance_id)
+            await asyncio.sleep(0.001)
+            assert b.is_steady(a.instance_id)
+
+        in_town(story)
+
+    def test_who_has_missed_more_than_two_heartbeats_is_not_steady(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await passing(10, a, b, observer=b)
+            await asyncio.sleep(1.25)
+            assert b.is_steady(a.instance_id)
+            await asyncio.sleep(0.001)
+            assert not b.is_steady(a.instance_id)
+
+        in_town(story)
+
+    def test_who_was_never_seen_is_not_steady(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            assert not a.is_steady("nobody")
+
+        in_town(story)
+
+
+class TestClaims:
+    def test_without_a_lease_nothing_may_be_claimed(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            assert not a.may_claim()
+            await a.join()
+            assert a.may_claim()
+            await asyncio.sleep(LEASE_MS / 1_000)
+            assert not a.may_claim()
+
+        in_town(story)
+
+    def test_after_a_failover_nothing_may_be_claimed_for_as_long_as_a_forgotten_lease_may_run(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.wait_before_claims()
+            await asyncio.sleep((DEAD_AFTER_MS - 1) / 1_000)
+            await a.beat()
+            assert a.may_fire()
+            assert not a.may_claim()
+            await asyncio.sleep(0.001)
+            assert a.may_claim()
+
+        in_town(story)
+
+
+class TestJoining:
+    def test_before_joining_the_time_is_that_of_this_machine(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member(offset_ms=7_000)
+            assert a.now_ms() == a.clock.wall_ms()
+            assert a.boot_ms() == a.clock.boot_ms()
+            assert a.skew_ms == 0
+
+        in_town(story)
+
+    def test_the_row_of_a_newcomer_says_that_it_may_own_shards_before_its_first_heartbeat(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await b.join()
+            beating = a.line.hold("heartbeat")
+            joining = asyncio.ensure_future(a.join())
+            await asyncio.sleep(0.1)
+            await b.observe()
+            assert set(b.fit) == {a.instance_id, b.instance_id}
+            beating.set()
+            await joining
+
+        in_town(story)
+
+    def test_joining_again_takes_a_new_secret_and_buries_the_former_self_at_once(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            former, secret = await row_of(town, a), a.secret
+            assert former.secret == secret
+            assert len(secret) == 64
+            await a.join()
+            assert (await row_of(town, a)).secret == a.secret != secret
+            dead = next(row for row in await town.store.members() if row.instance_id == former.instance_id)
+            assert not dead.alive
+
+        in_town(story)
+
+    def test_while_it_joins_again_the_lease_of_its_former_id_is_no_lease(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            held = a.line.hold("join")
+            joining = asyncio.ensure_future(a.join())
+            await asyncio.sleep(0.1)
+            assert not a.may_fire()
+            held.set()
+            await joining
+            assert a.may_fire()
+
+        in_town(story)
+
+    def test_who_learns_that_it_is_dead_stops_firing_at_once(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            await town.store.mark_dead(a.instance_id, (await row_of(town, a)).counter)
+            assert a.may_fire()
+            with pytest.raises(MemberDead):
+                await a.beat()
+            assert not a.may_fire()
+
+        in_town(story)
+
+    def test_the_dead_of_a_shared_store_stay_visible_when_another_joins(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await town.store.mark_dead(a.instance_id, (await row_of(town, a)).counter)
+            await b.join()
+            assert not (await row_of(town, a)).alive
+            assert b.line.calls["mark_dead"] == 0
+
+        in_town(story)
+
+    def test_who_leaves_is_gone_with_its_row(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            beats = a.line.calls["heartbeat"]
+            await a.leave()
+            assert await town.store.members() == []
+            assert a.line.calls["heartbeat"] == beats
+
+        in_town(story)
+
+    def test_why_heartbeats_fail_is_told_until_one_succeeds(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.line.fail("heartbeat", Fault.UNAVAILABLE)
+            await a.beat()
+            assert a.trouble.reason == "injected"
+            await a.beat()
+            assert a.trouble.reason == ""
+
+        in_town(story)
+
+
+class TestWatching:
+    def test_a_mark_of_unknown_outcome_that_was_not_applied_leaves_its_member_alive(self) -> None:
+        """Taken for dead, its shards would be taken from it while it fires."""
+
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await passing(3.5, observer=b)
+            b.line.fail("mark_dead", Fault.LOST_THEN_UNKNOWN)
+            await asyncio.sleep(0.5)
+            await b.observe()
+            assert b.line.calls["mark_dead"] == 1
+            assert a.instance_id in b.alive
+            await a.beat()
+            await b.observe()
+            assert a.instance_id in b.alive
+            assert (await row_of(town, a)).alive
+
+        in_town(story)
+
+    def test_the_dead_are_not_marked_again(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await town.store.mark_dead(a.instance_id, (await row_of(town, a)).counter)
+            await passing(20, b, observer=b)
+            assert b.line.calls["mark_dead"] == 0
+
+        in_town(story)
+
+    def test_the_row_of_a_dead_member_is_kept_for_ten_minutes(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await town.store.mark_dead(a.instance_id, (await row_of(town, a)).counter)
+            await b.observe()
+            await asyncio.sleep(599)
+            await b.observe()
+            assert len(await town.store.members()) == 2
+            await asyncio.sleep(2)
+            await b.observe()
+            assert len(await town.store.members()) == 1
+
+        in_town(story)
+
+    def test_of_the_time_between_two_looks_at_most_two_heartbeats_count(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            for _ in range(3):
+                await asyncio.sleep(1.4)
+                await b.beat()
+                await b.observe()
+            assert a.instance_id in b.alive, "it was watched for three seconds only"
+            await asyncio.sleep(1.4)
+            await b.observe()
+            assert a.instance_id not in b.alive
+
+        in_town(story)
+
+    def test_the_next_death_is_that_of_the_member_that_stands_still_longest(self) -> None:
+        async def story(town: Town) -> None:
+            a, b, c = town.member(), town.member(), town.member()
+            await a.join()
+            assert a.next_death_ms() is None
+            await b.join()
+            await a.observe()
+            seen_ms = a.boot_ms()
+            await asyncio.sleep(0.4)
+            await c.join()
+            await a.observe()
+            assert a.next_death_ms() == seen_ms + DEAD_AFTER_MS + 1
+            await b.beat()
+            await a.observe()
+            assert a.next_death_ms() == seen_ms + 400 + DEAD_AFTER_MS + 1
+
+        in_town(story)
+
+    def test_a_death_that_is_overdue_is_no_next_one_and_neither_is_that_of_the_dead(self) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await a.observe()
+            await asyncio.sleep(DEAD_AFTER_MS / 1_000)
+            assert a.next_death_ms() == a.boot_ms() + 1
+            await asyncio.sleep(0.001)
+            assert a.next_death_ms() is None, "it is looked at with every heartbeat"
+            await b.beat()
+            await a.observe()
+            assert a.next_death_ms() is not None
+            await town.store.mark_dead(b.instance_id, (await row_of(town, b)).counter)
+            await a.observe()
+            assert b.instance_id in a._seen
+            assert a.next_death_ms() is None
+
+        in_town(story)
+
+    def test_a_death_is_logged_once_and_only_if_it_is_one(self, caplog: pytest.LogCaptureFixture) -> None:
+        async def story(town: Town) -> None:
+            a, b = town.member(), town.member()
+            await a.join()
+            await b.join()
+            await passing(3.5, observer=b)
+            held = b.line.hold("mark_dead")
+            await asyncio.sleep(0.5)
+            observing = asyncio.create_task(b.observe())
+            await asyncio.sleep(0.1)
+            await a.beat()  # it comes in just before the mark
+            held.set()
+            await observing
+            assert "is dead" not in caplog.text
+            await passing(4.5, observer=b)
+            assert caplog.text.count(f"member {a.instance_id} at {a.address} is dead") == 1
+
+        with caplog.at_level("WARNING", "duetime"):
+            in_town(story)
+
+
+class TestOffset:
+    def test_a_difference_of_a_millisecond_is_no_jump_and_one_of_two_is(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            for offset_ms in (1, -1):
+                a.clock.offset_ms = offset_ms
+                assert a.now_ms() == a.clock.wall_ms()
+            for offset_ms in (2, -2):
+                a.clock.offset_ms = offset_ms
+                assert a.now_ms() == town.clock.wall_ms()
+
+        in_town(story)
+
+    def test_a_clock_that_is_a_millisecond_ahead_is_believed_and_one_that_is_two_ahead_is_corrected(self) -> None:
+        async def story(town: Town) -> None:
+            one, two = town.member(1), town.member(2)
+            await one.join()
+            await two.join()
+            assert one.now_ms() == town.clock.wall_ms() + 1
+            assert two.now_ms() == town.clock.wall_ms()
+
+        in_town(story)
+
+    def test_of_what_a_slow_answer_leaves_open_all_but_five_milliseconds_are_taken_off(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            a.line.lag_back = 0.010
+            await a.join()
+            assert a.skew_ms == 0
+            assert a.clock_error_ms == 10
+            assert a.now_ms() == town.clock.wall_ms() - 5
+
+        in_town(story)
+
+    def test_of_what_a_rough_answer_leaves_open_all_but_twice_its_error_is_taken_off(self) -> None:
+        async def told(clock: VirtualClock) -> None:
+            store = MemoryStore(clock)
+            store.capabilities = replace(MemoryStore.capabilities, clock_error_ms=100)
+            a = Town(clock, store).member(90)
+            a.line.lag_back = 0.1
+            await a.join()
+            assert a.skew_ms == 0
+            assert a.now_ms() == clock.wall_ms()
+
+        run_virtual(told)
+
+    def test_where_the_store_is_on_this_machine_a_correction_ends_when_the_clocks_agree(self) -> None:
+        async def told(clock: VirtualClock) -> None:
+            a = Town(clock, ExclusiveStore(clock)).member(300)
+            await a.join()
+            assert a.now_ms() == clock.wall_ms()
+            a.clock.offset_ms = 0
+            await a.beat()
+            assert a.now_ms() == clock.wall_ms()
+
+        run_virtual(told)
+
+    def test_who_finds_its_clock_off_counts_itself_out_at_once_and_its_counter_still_rises(self) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            a.clock.offset_ms = 2_000
+            await a.beat()
+            assert a.fit == ()
+            counters = [(await row_of(town, a)).counter]
+            for _ in range(4):
+                await a.beat()
+                counters.append((await row_of(town, a)).counter)
+            assert counters == sorted(set(counters)), "a counter that stands still is taken for a death"
+            assert all(counter % 2 for counter in counters[1:])
+
+        in_town(story)
+
+    def test_a_clock_that_goes_off_and_comes_back_is_logged_once_each(self, caplog: pytest.LogCaptureFixture) -> None:
+        async def story(town: Town) -> None:
+            a = town.member()
+            await a.join()
+            assert caplog.text == ""
+            a.clock.offset_ms = 2_000
+            for _ in range(3):
+                await a.beat()
+            assert [record.levelname for record in caplog.records] == ["ERROR"]
+            assert "is 2000 ms off the database's" in caplog.text
+            a.clock.offset_ms = 0
+            for _ in range(3):
+                await a.beat()
+            assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
+            assert "agrees with the database's again" in caplog.text
+
+        with caplog.at_level("INFO", "duetime"):
+            in_town(story)
