@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -59,18 +58,6 @@ async def store(url: str) -> AsyncIterator[MongoStore]:
     await store.close()
 
 
-@pytest.fixture
-def leaks_are_the_drivers() -> Iterator[None]:
-    """A client that meets no server of its set, or no TLS, is closed with a connection still being made."""
-    yield
-    gc.collect()  # now, and not in a test that has nothing to do with it
-
-
-def where_the_driver_leaks(test: Any) -> Any:
-    forgiving = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    return pytest.mark.usefixtures("leaks_are_the_drivers")(forgiving(test))
-
-
 async def test_many_instances_that_start_at_once_make_the_collections_once(url: str) -> None:
     stores = [open_store(url) for _ in range(8)]
     await asyncio.gather(*(store.migrate() for store in stores))
@@ -111,7 +98,6 @@ async def test_a_collection_of_another_program_is_left_alone(url: str, by_hand: 
     assert by_hand["timers"].find_one() == {"_id": "mine"}
 
 
-@where_the_driver_leaks
 async def test_a_server_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(StoreUnavailable, match="cannot be reached"):
         await open_store("mongodb://127.0.0.1:1/nowhere").open()
@@ -123,7 +109,6 @@ async def test_a_server_that_is_too_old_is_refused(url: str, monkeypatch: pytest
         await open_store(url).migrate()
 
 
-@where_the_driver_leaks
 async def test_a_server_that_is_no_replica_set_is_refused_and_told_how_to_become_one() -> None:
     with own("mongodb", replica_set=False) as server:
         for options in ("", "?directConnection=true", "?replicaSet=rs0"):
@@ -132,7 +117,6 @@ async def test_a_server_that_is_no_replica_set_is_refused_and_told_how_to_become
                     await getattr(open_store(f"mongodb://127.0.0.1:{server.port}/db{options}"), act)()
 
 
-@where_the_driver_leaks
 async def test_a_replica_set_of_another_name_is_named(server: MongoDb) -> None:
     with pytest.raises(SetupError, match="is the replica set 'duetime', and not 'other'"):
         await open_store(f"mongodb://127.0.0.1:{server.port}/db?replicaSet=other").open()
@@ -236,7 +220,6 @@ async def test_a_server_with_the_right_certificate_and_name_is_trusted(guarded: 
     await store.close()
 
 
-@where_the_driver_leaks
 @pytest.mark.parametrize(("host", "authority"), [("127.0.0.1", "ca.pem"), ("localhost", "other.pem")])
 async def test_a_server_with_another_name_or_an_unknown_authority_is_not(
     guarded: MongoDb, certificates: Path, host: str, authority: str
@@ -245,7 +228,6 @@ async def test_a_server_with_another_name_or_an_unknown_authority_is_not(
         await open_store(guest(guarded, f"&tls=true&tlsCAFile={certificates}/{authority}", host=host)).open()
 
 
-@where_the_driver_leaks
 async def test_a_server_without_tls_is_not_talked_to_where_it_is_asked_for(server: MongoDb) -> None:
     with pytest.raises(SetupError, match="no TLS connection"):
         await open_store(f"{server.url('db')}&tls=true").open()

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
+from duetime.stores import begun
 from duetime.stores import sessions as session_module
 from duetime.stores.sessions import Again, Sessions
 
@@ -371,3 +372,31 @@ async def test_nothing_begins_once_it_is_closed_and_what_is_under_way_ends_first
     assert database.connections[0].is_closed
     with pytest.raises(StoreUnavailable, match="closed"):
         await sessions.read(number_of)
+
+
+async def test_a_connection_that_comes_about_after_its_session_was_closed_is_closed(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(begun, "CLOSE_SECONDS", 0.01)
+    sessions = sessions_with(database)
+    database.may_connect.clear()
+    work = asyncio.ensure_future(sessions.read(number_of))
+    await everybody_waits()
+    await sessions.close()
+    database.may_connect.set()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await work
+    assert [connection.is_closed for connection in database.connections] == [True]
+
+
+async def test_work_that_waits_for_its_connection_when_its_session_is_closed_is_still_done(database: Database) -> None:
+    sessions = sessions_with(database)
+    database.may_connect.clear()
+    work = asyncio.ensure_future(sessions.read(number_of))
+    await everybody_waits()
+    closing = asyncio.ensure_future(sessions.close())
+    await everybody_waits()
+    database.may_connect.set()
+    assert await work == 1
+    await closing
+    assert database.connections[0].is_closed

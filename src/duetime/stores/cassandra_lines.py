@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import threading
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Final
 
@@ -199,12 +200,52 @@ class Link:
         return await asyncio.to_thread(run)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._cluster.shutdown)
+        """Goes on to its end in its thread, also if whoever waits for it is cancelled."""
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self.shut_down))
+
+    def shut_down(self) -> None:
+        self._cluster.shutdown()
 
 
 async def connect(address: Address, *, briefly: bool = False, within_seconds: float = CONNECT_SECONDS) -> Link:
     """`briefly`: without learning which node holds what."""
-    return await asyncio.to_thread(_connect, address, briefly, within_seconds)
+    handover = _Handover()
+
+    def work() -> Link:
+        link = _connect(address, briefly, within_seconds)
+        handover.offer(link)
+        return link
+
+    try:
+        return await asyncio.to_thread(work)
+    except asyncio.CancelledError:
+        handover.refuse()
+        raise
+
+
+class _Handover:
+    """Passes a link from the thread that made it to a caller who may be cancelled before it is made, while it arrives,
+    or never: a link that nobody takes is closed, in a thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._refused = False
+        self._link: Link | None = None
+
+    def offer(self, link: Link) -> None:
+        """In the thread that made it."""
+        with self._lock:
+            self._link = link
+            refused = self._refused
+        if refused:
+            link.shut_down()
+
+    def refuse(self) -> None:
+        with self._lock:
+            self._refused = True
+            link = self._link
+        if link is not None:
+            asyncio.get_running_loop().run_in_executor(None, link.shut_down)
 
 
 class _Connection(cluster.DefaultConnection):  # type: ignore[misc]

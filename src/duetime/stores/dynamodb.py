@@ -202,8 +202,13 @@ class _Open:
     @classmethod
     async def to(cls, address: Address) -> Self:
         link = Link(address)
-        lines = [await link.line(count, CALL_SECONDS, ATTEMPT_SECONDS) for count in (LANES, READERS, READERS, READERS)]
-        lines.append(await link.line(MEMBERSHIP_CONNECTIONS, MEMBERSHIP_SECONDS, MEMBERSHIP_ATTEMPT_SECONDS))
+        counts = (LANES, READERS, READERS, READERS)
+        try:
+            lines = [await link.line(count, CALL_SECONDS, ATTEMPT_SECONDS) for count in counts]
+            lines.append(await link.line(MEMBERSHIP_CONNECTIONS, MEMBERSHIP_SECONDS, MEMBERSHIP_ATTEMPT_SECONDS))
+        except BaseException:
+            await link.close()
+            raise
         return cls(link, Tables(address.timers, address.cluster, {}), lines)
 
 

@@ -13,7 +13,6 @@ mongodb_link.py the sessions, transactions and errors, mongodb_schema.py the col
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from typing import Self
 
@@ -34,7 +33,6 @@ from duetime.store import (
     Stretch,
 )
 from duetime.stores import mongodb_link, mongodb_operations, mongodb_schema
-from duetime.stores.begun import CLOSE_SECONDS
 from duetime.stores.fencing import reading, writing
 from duetime.stores.mongodb_link import Address, Line, Moment
 from duetime.stores.mongodb_list import list_timers
@@ -194,8 +192,7 @@ class _Open:
     async def close(self) -> None:
         await asyncio.gather(*(line.close() for line in self._all))
         for client in (self._client, self._membership):
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(client.close(), CLOSE_SECONDS)
+            await mongodb_link.close(client)
 
 
 async def wipe(url: str) -> None:

@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import random
 import re
+import socket
+import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeAlias, TypeVar
@@ -25,6 +27,7 @@ from duetime.stores.sessions import CONNECT_SECONDS
 try:
     import bson.errors
     import pymongo
+    import pymongo.asynchronous.pool
     from bson import Timestamp
     from bson.codec_options import DatetimeConversion
     from pymongo import AsyncMongoClient, ReadPreference, WriteConcern, errors
@@ -36,7 +39,18 @@ try:
 except ImportError:
     raise SetupError("store.url: MongoDB needs its driver: pip install 'duetime[mongodb]'", field="store.url") from None
 
-__all__ = ["Address", "Client", "Line", "Moment", "Talk", "address_of", "connect", "setup_error", "store_error"]
+__all__ = [
+    "Address",
+    "Client",
+    "Line",
+    "Moment",
+    "Talk",
+    "address_of",
+    "close",
+    "connect",
+    "setup_error",
+    "store_error",
+]
 
 Document: TypeAlias = dict[str, Any]
 Client: TypeAlias = "AsyncMongoClient[Document]"
@@ -142,6 +156,33 @@ def connect(address: Address, connections: int, within_seconds: float = CONNECT_
         datetime_conversion=DatetimeConversion.DATETIME_MS,
         **ours,
     )
+
+
+async def close(client: Client) -> None:
+    """All of its connections. To say goodbye to a server that does not answer takes no longer than this, and whatever
+    comes of it the connections are closed: a client whose `close` is cancelled half-way would leave them open."""
+    with contextlib.suppress(errors.PyMongoError), pymongo.timeout(CLOSE_SECONDS):
+        await client.close()
+
+
+_driver_opens: Any = getattr(pymongo.asynchronous.pool, "_configured_protocol_interface", None)
+
+
+async def _opens_or_closes(*args: Any, **options: Any) -> Any:
+    """The driver's own way to open a connection. Cancelled in the middle of it, as it is when a client is closed while
+    its monitor connects, the driver leaves the socket to the garbage collector: here it is closed."""
+    try:
+        return await _driver_opens(*args, **options)
+    except BaseException as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            opened = frame.f_locals.get("sock")
+            if isinstance(opened, socket.socket):
+                opened.close()
+        raise
+
+
+if _driver_opens is not None:
+    pymongo.asynchronous.pool._configured_protocol_interface = _opens_or_closes  # type: ignore[attr-defined]
 
 
 # --- errors --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ document in `duetime_schema`, which is there before anything else.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -14,7 +15,7 @@ from pymongo import AsyncMongoClient, errors
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.uri_parser import parse_uri
 
-from duetime.errors import SchemaMismatch, SetupError, StoreError
+from duetime.errors import SchemaMismatch, SetupError, StoreError, StoreUnavailable
 from duetime.stores import mongodb_link
 from duetime.stores.mongodb_documents import INDEXES, Document
 from duetime.stores.mongodb_link import NO_REPLICA_SET, Address
@@ -25,6 +26,7 @@ __all__ = ["SCHEMA_VERSION", "check", "diagnose", "migrate", "wipe"]
 Database = AsyncDatabase[Document]
 
 OLDEST_SERVER = 6
+SETUP_SECONDS = 60.0  # for all commands of a start together; an index over many timers takes its time
 _COLLECTIONS = ("timers", "members", "namespaces")
 _SCHEMA = "duetime_schema"
 _EXISTS = 48
@@ -86,15 +88,19 @@ async def _database(address: Address) -> AsyncIterator[Database]:
     """By a client of its own. What goes wrong becomes an error that says what to do."""
     client = mongodb_link.connect(address, connections=2)
     try:
-        yield client[address.database]
+        # Not the driver's own limit, by which it would also wait for servers that are away.
+        async with asyncio.timeout(SETUP_SECONDS):
+            yield client[address.database]
     except (StoreError, SetupError):
         raise
     except errors.ServerSelectionTimeoutError as error:
         raise await _no_primary(address) or mongodb_link.setup_error(address, error) from error
+    except TimeoutError as error:
+        raise StoreUnavailable(f"mongodb: {address.label} is not ready within {SETUP_SECONDS:g} s") from error
     except Exception as error:
         raise mongodb_link.setup_error(address, error) from error
     finally:
-        await client.close()
+        await mongodb_link.close(client)
 
 
 async def _check_server(address: Address, db: Database) -> Document:
@@ -113,12 +119,17 @@ def _unusable(address: Address, why: str) -> SetupError:
     return SetupError(f"store.url: {address.label} {why or NO_REPLICA_SET}", field="store.url")
 
 
+_INSECURE = ("tlsAllowInvalidCertificates", "tlsAllowInvalidHostnames", "tlsDisableOCSPEndpointCheck")
+
+
 async def _no_primary(address: Address) -> SetupError | None:
     """Why no primary was found, if one of the hosts says something that will not pass by itself."""
     if address.uri.startswith("mongodb+srv"):
         return None
     parsed = parse_uri(address.uri)
     asked = {name: value for name, value in parsed["options"].items() if name.lower().startswith("tls")}
+    if "tlsInsecure" in asked:  # the driver adds what it stands for, and then refuses to be told both
+        asked = {name: value for name, value in asked.items() if name not in _INSECURE}
     wanted = parsed["options"].get("replicaSet")
     for host, port in parsed["nodelist"]:
         single: mongodb_link.Client = AsyncMongoClient(
@@ -129,7 +140,7 @@ async def _no_primary(address: Address) -> SetupError | None:
         except errors.PyMongoError:
             continue
         finally:
-            await single.close()
+            await mongodb_link.close(single)
         if hello.get("isreplicaset"):
             return _unusable(address, "is a replica set that is not initiated: call rs.initiate() once")
         if "setName" not in hello:

@@ -276,7 +276,7 @@ class _Cursor(Cursor):
 
 
 class _Connection(asyncmy.Connection):
-    """The driver does not look whether the server speaks TLS at all."""
+    """Looks whether the server speaks TLS at all, and ends a connection that is not to be used any more at once."""
 
     tls_is_optional = False
     server_capabilities: int
@@ -292,6 +292,13 @@ class _Connection(asyncmy.Connection):
             raise asyncmy.OperationalError(2026, "the server does not speak TLS")
         self._ssl_context = None
         self._client_flag &= ~CLIENT.SSL
+
+    def close(self) -> None:
+        """The driver does this to a connection whose login failed, and forgets it. By its own way a TLS connection
+        would stay open until the server said goodbye, up to half a minute."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
 
 
 def _tls(address: Address) -> ssl.SSLContext | None:
@@ -361,7 +368,7 @@ def _keep_alive(link: Any) -> None:
 def _terminate(connection: Any) -> None:
     transport = connection._transport
     if transport is not None:
-        transport.abort()  # not close, which waits until everything is sent
+        transport.abort()  # the connection keeps it, so that whoever uses it still finds it closed
 
 
 async def ask(connection: Any, statements: Sequence[str]) -> list[Answer]:

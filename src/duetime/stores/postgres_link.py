@@ -6,6 +6,7 @@ of three messages, and nothing is kept prepared.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import socket
@@ -290,9 +291,59 @@ class _Connection(asyncpg.Connection):
                     link.setsockopt(level, getattr(socket, name), value)
 
 
+class _Opening:
+    """The event loop as the driver sees it while it logs in: remembers the connections that were opened.
+
+    A driver whose login fails closes a TLS connection politely: it says goodbye and waits for the server's, up to half
+    a minute. Who opened a connection that is not to be used ends it at once.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._opened: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:
+        return self._remembered(await self._loop.create_connection(*args, **options))
+
+    async def create_unix_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:
+        return self._remembered(await self._loop.create_unix_connection(*args, **options))
+
+    def _remembered(self, made: tuple[Any, Any]) -> tuple[Any, Any]:
+        self._opened.append(made[0])
+        return made
+
+    def succeeded(self) -> None:
+        self._opened.clear()
+
+    def abort(self) -> None:
+        """Below TLS: what was closed there already would not listen."""
+        for transport in self._opened:
+            transport.abort()
+
+
 async def connect(address: Address, within_seconds: float = CONNECT_SECONDS) -> Connection:
-    connection = await asyncpg.connect(
+    """A session; or, if it does not come about for whatever reason, no open connection."""
+    opening = _Opening(asyncio.get_running_loop())
+    try:
+        async with asyncio.timeout(within_seconds):
+            connection = await _logged_in(address, within_seconds, opening)
+            if address.by_session:
+                settings = _session_settings(address).items()
+                await connection.execute("; ".join(f"SET {name} = '{value}'" for name, value in settings))
+    except BaseException:
+        opening.abort()
+        raise
+    opening.succeeded()
+    return connection
+
+
+async def _logged_in(address: Address, within_seconds: float, loop: Any) -> Connection:
+    return await asyncpg.connect(
         address.dsn,
+        loop=loop,
         timeout=within_seconds,
         connection_class=_Connection,
         server_settings=_server_settings(address),
@@ -301,10 +352,6 @@ async def connect(address: Address, within_seconds: float = CONNECT_SECONDS) -> 
         # Behind a pooler the driver's own question could be answered by two servers; BEGIN READ WRITE asks there.
         target_session_attrs=None if address.pooled else SessionAttribute(address.target),
     )
-    if address.by_session:
-        settings = _session_settings(address).items()
-        await connection.execute("; ".join(f"SET {name} = '{value}'" for name, value in settings))
-    return connection
 
 
 class _Driver:

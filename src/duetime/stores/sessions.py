@@ -65,7 +65,8 @@ class Session(Generic[C]):
         self._refused_at = -1.0
         self._refusal: StoreUnavailable | None = None
         self._expired = False
-        self._closed = False
+        self._closed = False  # begins nothing new
+        self._ended = False  # and waits for nothing any more
 
     @property
     def busy(self) -> int:
@@ -83,6 +84,7 @@ class Session(Generic[C]):
         """After what is under way, unless that takes too long."""
         self._closed = True
         await self._begun.close()
+        self._ended = True
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(Exception):
@@ -143,12 +145,16 @@ class Session(Generic[C]):
         if self._refusal is not None and self._refused_at >= arrived_at:
             raise StoreUnavailable(self._refusal.detail)  # somebody tried while this one was waiting
         try:
-            self._connection = connection = await self._driver.connect(self._connect_seconds)
+            connection = await self._driver.connect(self._connect_seconds)
         except Exception as error:
             self._refusal = StoreUnavailable(self._driver.refusal(error))
             self._refused_at = asyncio.get_running_loop().time()
             raise self._refusal from error
+        if self._ended:  # the login took longer than `close` waits: nobody else would close this connection
+            self._driver.terminate(connection)
+            raise StoreUnavailable("the store is closed")
         self._refusal = None
+        self._connection = connection
         return connection
 
     def _expire(self) -> None:

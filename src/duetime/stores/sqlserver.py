@@ -1,7 +1,7 @@
 """SqlServerStore: one database for any number of instances.
 
-It has never run against a server: none could be had. What can be known without one is tested; the conformance suite
-runs on whatever DUETIME_TEST_STORE names (docs/operating/sqlserver.md).
+No Microsoft SQL Server has been available to the project. What can be known without one is tested; the conformance
+suite runs on whatever DUETIME_TEST_STORE names. docs/operating/sqlserver.md says what it was run on.
 
 sqlserver_sql.py and sqlserver_list.py are what is said to the database, sqlserver_rows.py what its rows are,
 sqlserver_link.py the connections and their errors, sqlserver_schema.py the tables; sql_store.py says which session does

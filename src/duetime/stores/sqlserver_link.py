@@ -2,16 +2,19 @@
 
 The driver waits for the server, which the event loop must not: so each connection lives on a thread of its own. What
 is said to the server is a constant text with one parameter, a JSON document: so no batch has more parameters than a
-statement may have (2,100), none is NULL or of a type that the driver has to guess, and nothing is planned twice.
+statement may have (2,100), none is NULL or of a type that the driver has to guess, and the server, which keeps plans by
+their text, plans nothing twice. The text itself travels with every call: mssql-python binds the parameter anew for
+each, and Microsoft's ODBC driver then prepares the statement anew (sp_prepexec), in the same message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -20,6 +23,7 @@ from msgspec import Struct
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
 from duetime.stores.rows import Row
 from duetime.stores.sessions import CONNECT_SECONDS, Again, Sessions
+from duetime.telemetry import log
 
 try:
     import mssql_python
@@ -127,7 +131,7 @@ MAY_HAVE_COMMITTED: dict[str, bool] = {
     # The statement or its values were refused, or it lost against another one: rolled back.
     **dict.fromkeys(("07", "21", "22", "23", "24", "28", "34", "3C", "3D", "3F", "40", "42", "44"), _APPLIED_NOT),
     "40003": _MAYBE,  # statement completion unknown
-    "01": _MAYBE,  # warnings, which never fail anything
+    "01": _MAYBE,  # warnings: the driver raises none, so an error with such a state is one that nobody knows
     "25": _MAYBE,  # the state of the transaction is not what anybody thought
     # The connection failed; but not so if it never came about.
     "08": _MAYBE,
@@ -140,7 +144,12 @@ MAY_HAVE_COMMITTED: dict[str, bool] = {
 }
 
 # By what the message says, in English: so the session asks for it.
-_TRY_AGAIN = ("Lock request time out period exceeded",)
+#
+# Errors 1205 and 1222: the server ended a deadlock, or a wait for a lock (LOCK_TIMEOUT), and rolled back. Asked
+# before the SQLSTATE, which is the driver's choice: a general one would make a rollback an unknown outcome.
+_LOCKED_OUT = re.compile(
+    r"(\[[^\]]*\])*(Lock request time out period exceeded|Transaction \(Process ID \d+\) was deadlocked)"
+)
 _OVERLOADED = (
     "The service is currently busy",
     "the server is currently too busy",
@@ -151,6 +160,7 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
     ("Could not allocate space", "the disk of the database is full, or its file must not grow"),
     ("The transaction log for database", "the transaction log of the database is full"),
     ("Lock request time out", "the database gave up waiting for a lock"),
+    ("data would be truncated", "a value is too long for its column: this write can never be applied"),
     ("deadlock", "the database broke a deadlock"),
     ("is read-only", "the database is read-only"),
     ("SHUTDOWN is in progress", "the database is shutting down"),
@@ -159,12 +169,23 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
 )
 
 
+_WARNING: Final = "01"
+_DEADLOCK: Final = "40001"
+
+
 def _states_by_text() -> dict[str, str]:
-    """The driver's texts, each with the worst of the SQLSTATEs it stands for."""
+    """The driver's texts, each with the worst of the SQLSTATEs it stands for.
+
+    But not with that of a warning (01…), if it stands for an error too: the driver raises only what failed. One text
+    stands for 22001, data that does not fit and was refused, and 01004, an answer that was cut short.
+    """
     found: dict[str, str] = {}
-    for state in _STATES:
+    for state in sorted(_STATES):  # warnings come first
         error = sqlstate_to_exception(state, "")
-        if error is not None and not _may(found.get(error.driver_error, "")):
+        if error is None:
+            continue
+        known = found.get(error.driver_error, "")
+        if known.startswith(_WARNING) or not _may(known):
             found[error.driver_error] = state
     return found
 
@@ -187,7 +208,6 @@ _STATES: Final = (
     "IM007", "IM008", "IM009", "IM010", "IM011", "IM012", "IM013", "IM014", "IM015",
 )  # fmt: skip
 _TEXTS: Final = _states_by_text()
-_DEADLOCK: Final = "40001"
 _UNLISTED: Final = "An error occurred with SQLSTATE code: "
 
 
@@ -199,10 +219,16 @@ def state_of(error: BaseException) -> str:
 
 def may_have_committed(error: BaseException) -> bool:
     """Of an error met by a write after it was begun."""
+    if _is_locked_out(error):
+        return False
     state = state_of(error)
     if not state:  # the driver's refusals, made before anything is sent: a closed connection, a closed cursor
         return not isinstance(error, mssql_python.InterfaceError)
     return _may(state)
+
+
+def _is_locked_out(error: BaseException) -> bool:
+    return state_of(error) == _DEADLOCK or bool(_LOCKED_OUT.match(_in_words(error)))
 
 
 def store_error(error: BaseException, *, writing: bool) -> StoreError:
@@ -212,7 +238,7 @@ def store_error(error: BaseException, *, writing: bool) -> StoreError:
     detail = f"sqlserver: {text} ({said})"
     if writing and may_have_committed(error):
         return OutcomeUnknown(detail)
-    if state_of(error) == _DEADLOCK or any(part in said for part in _TRY_AGAIN):
+    if _is_locked_out(error):
         return Again(detail)
     return StoreThrottled(detail) if any(part in said for part in _OVERLOADED) else StoreUnavailable(detail)
 
@@ -224,12 +250,15 @@ def _in_words(error: BaseException) -> str:
 
 def setup_error(address: Address, error: BaseException) -> SetupError | StoreUnavailable:
     """What goes wrong while opening: said so that one knows what to do. A server that is away may come back."""
+    if isinstance(error, StoreUnavailable):
+        return error
     said = _in_words(error)
     for part, text in _EXPLANATIONS:
         if part in (said, state_of(error)) or (len(part) > 5 and part in said):
             return SetupError(f"store.url: {address.label} {text} ({said})", field="store.url")
     if isinstance(error, TimeoutError):
-        return StoreUnavailable(f"sqlserver: {address.label} does not answer within {CONNECT_SECONDS:g} s")
+        why = str(error) or f"no answer within {CONNECT_SECONDS:g} s"
+        return StoreUnavailable(f"sqlserver: {address.label}: {why}")
     if state_of(error).startswith("08"):
         return StoreUnavailable(f"sqlserver: {address.label} cannot be reached ({said})")
     return store_error(error, writing=False)  # type: ignore[return-value]
@@ -268,40 +297,90 @@ _HISTORY = (
     "SELECT CAST(recovery_fork_guid AS nvarchar(36)) FROM sys.database_recovery_status WHERE database_id = DB_ID()"
 )
 _NAME = "SELECT CAST(SERVERPROPERTY('ServerName') AS nvarchar(128))"
-# After so long the driver tells the server to stop, so that no thread waits for ever: long after whoever waited for the
-# answer has given up, and taken it for unknown.
+# After so long the driver tells the server to stop (the attention signal), and then waits for the server to confirm it,
+# without a limit: a server that does not answer at all keeps the thread. So the driver's limit only helps those whose
+# server lives. Everybody else gives up from outside, after this limit or an earlier one (sessions.py).
 _PATIENCE_SECONDS = 15
+_LIMIT_SECONDS = 20.0
 _TEXT = (mssql_python.SQL_WVARCHAR, 0, 0)  # nvarchar(max), whatever its length and its letters
+ABANDONED_MAX = 8  # threads of one session that may wait for a server that does not answer
+
+
+class Abandoned:
+    """Counts threads whose connection was given up and that have not ended yet: the driver may still be waiting.
+
+    Each keeps a socket and a stack, and cannot be stopped. At the limit no connection is opened until one has ended.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        if self.count >= self.limit:
+            raise StoreUnavailable(
+                f"sqlserver: no new connection: {self.count} threads still wait for a server that does not answer"
+            )
+
+    def begins(self) -> None:
+        with self._lock:
+            self.count += 1
+
+    def ends(self) -> None:
+        with self._lock:
+            self.count -= 1
+
+
+_of_setup = Abandoned(ABANDONED_MAX)  # of connections that belong to no line
 
 
 class Link:
     """A connection and the thread that it lives on."""
 
-    def __init__(self) -> None:
+    def __init__(self, abandoned: Abandoned | None = None, limit_seconds: float = _LIMIT_SECONDS) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._answer: asyncio.Future[Any] | None = None
         self._cursors: dict[str, Any] = {}
         self._connection: Any = None
+        self._abandoned = abandoned or _of_setup
+        self._limit_seconds = limit_seconds
         self.history = ""
         self.is_closed = False
-        Thread(target=self._live, name="duetime-sqlserver", daemon=True).start()
+        threading.Thread(target=self._live, name="duetime-sqlserver", daemon=True).start()
 
     # -- on the event loop
 
     async def run(self, work: Callable[[Link], T]) -> T:
-        """Does the work on the thread. One at a time."""
+        """Does the work on the thread. One at a time. Past the limit, or if whoever waits is cancelled, the connection
+        is given up: what was begun there is of unknown outcome."""
         if self.is_closed:
             raise ConnectionAbortedError("the connection is closed")
         self._answer = answer = self._loop.create_future()
         self._jobs.put((lambda: work(self), answer))
-        return await answer  # type: ignore[no-any-return]
+        try:
+            async with asyncio.timeout(self._limit_seconds):
+                return await answer  # type: ignore[no-any-return]
+        except BaseException as error:
+            if not answer.cancelled():
+                raise
+            self.terminate()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"no answer within {self._limit_seconds:g} s") from None
+            raise
 
     def terminate(self) -> None:
         """A thread that waits for the server cannot be stopped. It is left alone, and closes when it is back."""
         if not self.is_closed:
             self.is_closed = True
+            self._abandoned.begins()
             self._jobs.put(None)
+            if self._answer is not None and (not self._answer.done() or self._answer.cancelled()):
+                log.warning(
+                    "sqlserver: gave up a connection whose server does not answer; threads not ended yet: %d",
+                    self._abandoned.count,
+                )
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(ConnectionAbortedError("the connection was given up"))
 
@@ -316,7 +395,10 @@ class Link:
                 result, error = None, failed
             with contextlib.suppress(RuntimeError):  # the loop is gone, and with it whoever waited
                 self._loop.call_soon_threadsafe(_tell, answer, result, error)
-        self.disconnect()
+        try:
+            self.disconnect()
+        finally:
+            self._abandoned.ends()
 
     def connect(self, connection_string: str, within_seconds: float, patience_seconds: int) -> None:
         seconds = max(1, round(within_seconds))
@@ -331,7 +413,8 @@ class Link:
                 connection.close()
 
     def execute(self, sql: str, document: str | None) -> Any:
-        """A cursor on the answer. One for each text, so that the server remembers it as prepared."""
+        """A cursor on the answer. One for each text is kept: its next call tells the server, in the same message, to
+        forget what the call before had prepared. To close it would cost a message of its own."""
         cursor = self._cursors.pop(sql, None) or self._connection.cursor()
         if document is None:
             cursor.execute(sql)
@@ -387,10 +470,15 @@ PORTION_ROWS = 100
 
 
 async def connect(
-    address: Address, within_seconds: float = CONNECT_SECONDS, patience_seconds: int = _PATIENCE_SECONDS
+    address: Address,
+    within_seconds: float = CONNECT_SECONDS,
+    patience_seconds: int = _PATIENCE_SECONDS,
+    limit_seconds: float = _LIMIT_SECONDS,
+    abandoned: Abandoned | None = None,
 ) -> Link:
-    """A session in the state that everything here relies on."""
-    link = Link()
+    """A session in the state that everything here relies on. Nothing that is done on it takes longer than the limit."""
+    (abandoned or _of_setup).check()
+    link = Link(abandoned, limit_seconds)
 
     def work(link: Link) -> str:
         link.connect(address.connection_string, within_seconds, patience_seconds)
@@ -418,11 +506,12 @@ class _Driver:
 
     name = "sqlserver"
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, abandoned: Abandoned) -> None:
         self._address = address
+        self._abandoned = abandoned
 
     async def connect(self, within_seconds: float) -> Link:
-        return await connect(self._address, within_seconds)
+        return await connect(self._address, within_seconds, abandoned=self._abandoned)
 
     def is_closed(self, connection: Link) -> bool:
         return connection.is_closed
@@ -458,7 +547,8 @@ class Line:
     """Sessions for one kind of work."""
 
     def __init__(self, address: Address, count: int, deadline_seconds: float, connect_seconds: float) -> None:
-        self._sessions: Sessions[Link] = Sessions(_Driver(address), count, deadline_seconds, connect_seconds)
+        driver = _Driver(address, Abandoned(count * ABANDONED_MAX))
+        self._sessions: Sessions[Link] = Sessions(driver, count, deadline_seconds, connect_seconds)
 
     async def read(self, work: Work[T], /) -> T:
         return await self._sessions.read(lambda link: link.run(work))

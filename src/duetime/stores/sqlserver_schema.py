@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from importlib import resources
 from typing import Any
 
+import mssql_python
+
 from duetime.errors import SchemaMismatch, SetupError, StoreError
 from duetime.stores import sqlserver_link
 from duetime.stores.sqlserver_link import Address, Link, ask
@@ -56,6 +58,7 @@ async def migrate(address: Address) -> None:
 
 def _migrate(address: Address, link: Link) -> None:
     _check_server(address, link)
+    _refuse_hidden_tables(address, link)
     if _value(link, _BEGIN) < 0:
         raise SetupError(
             f"store.url: {address.label} is being updated by another instance for too long; is one of them stuck?",
@@ -83,6 +86,7 @@ async def check(address: Address) -> str:
 
 def _check(address: Address, link: Link) -> list[str]:
     _check_server(address, link)
+    _refuse_hidden_tables(address, link)
     found = _recognise(address, link)
     if found < SCHEMA_VERSION:
         what = f"has schema {found}, this version needs {SCHEMA_VERSION}" if found else "has no tables yet"
@@ -91,11 +95,30 @@ def _check(address: Address, link: Link) -> list[str]:
         for right in _RIGHTS:
             if not _value(link, f"SELECT HAS_PERMS_BY_NAME('{table}', 'OBJECT', '{right}')"):
                 raise SetupError(
-                    f"store.url: {address.label} does not allow this user to {right} in {table};"
-                    " ALTER ROLE db_datareader ADD MEMBER …, and db_datawriter",
+                    f"store.url: {address.label} does not allow this user to {right} in {table}; {_GRANT}",
                     field="store.url",
                 )
     return _dangers(link)
+
+
+_GRANT = "GRANT SELECT, INSERT, UPDATE, DELETE ON SCHEMA::dbo TO … (or the roles db_datareader and db_datawriter)"
+
+
+def _refuse_hidden_tables(address: Address, link: Link) -> None:
+    """SQL Server shows no table to a user who has no right to it: OBJECT_ID answers as if there were none. To read it
+    tells a table that is hidden (229, a right is missing) from one that is not there (208). Not in a transaction:
+    either would end it."""
+    if _value(link, _FIND) is not None:
+        return
+    try:
+        ask(link, "SELECT TOP (0) version FROM duetime_schema")
+    except mssql_python.DatabaseError as error:
+        if "permission" not in str(error).lower():
+            return  # there is no such table, or something that the next statement will meet too
+        raise SetupError(
+            f"store.url: {address.label} has the tables already, and does not allow this user to use them; {_GRANT}",
+            field="store.url",
+        ) from error
 
 
 async def wipe(address: Address) -> None:
@@ -114,7 +137,10 @@ async def _session(address: Address) -> AsyncIterator[Link]:
     """A connection of its own. What goes wrong becomes an error that says what to do."""
     link: Link | None = None
     try:
-        link = await sqlserver_link.connect(address, patience_seconds=MIGRATION_SECONDS + 10)
+        patience_seconds = MIGRATION_SECONDS + 10
+        link = await sqlserver_link.connect(
+            address, patience_seconds=patience_seconds, limit_seconds=2.0 * patience_seconds
+        )
         yield link
     except (StoreError, SetupError):
         raise
@@ -155,9 +181,12 @@ _VERSION = "SELECT CAST(SERVERPROPERTY('ProductVersion') AS nvarchar(128))"
 _LEVEL = "SELECT compatibility_level FROM sys.databases WHERE name = DB_NAME()"
 
 
+_FIND = "SELECT OBJECT_ID('duetime_schema', 'U')"
+
+
 def _recognise(address: Address, link: Link) -> int:
     """The schema version, 0 where there is nothing of ours."""
-    if _value(link, "SELECT OBJECT_ID('duetime_schema', 'U')") is None:
+    if _value(link, _FIND) is None:
         return 0
     version = int(_value(link, "SELECT COALESCE(MAX(version), 0) FROM duetime_schema"))
     if version > SCHEMA_VERSION:
