@@ -56,7 +56,7 @@ def test_an_instance_that_was_frozen_takes_forwards_again_as_soon_as_it_owns_sha
         assert stage.now_ms() - began_ms < 1_000
         assert not [kind for kind in NEVER if stage.faults[kind]]
 
-    staged(story, judged=False)  # no client asked for it
+    staged(story, is_judged=False)  # no client asked for it
 
 
 async def create(instance: Instance, name: str) -> None:

@@ -768,9 +768,9 @@ def test_readiness_says_why_an_instance_does_not_serve() -> None:
         store.heal()
         await asyncio.sleep(1)
         assert engine.readiness() is None
-        engine.broken.set()
+        engine.failed.set()
         assert engine.readiness() == "ended by an internal error: the log says which; restart this instance"
-        engine.broken.clear()
+        engine.failed.clear()
 
     with_store(story)
 

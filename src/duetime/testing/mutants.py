@@ -19,6 +19,7 @@ from duetime.errors import Conflict, NotOwner, ShardLost
 from duetime.firing import FireLoop, Firing
 from duetime.membership import Membership
 from duetime.model import Namespace
+from duetime.namespaces import Namespaces
 from duetime.service import Service
 from duetime.shard import Entry, Phase, Shard, end_of
 from duetime.stores.memory import MemoryStore
@@ -169,20 +170,22 @@ def _take_again(self: Service, forward: Any) -> Any:
     return asyncio.ensure_future(carry_out())
 
 
-def _namespace_as_if_unknown(self: Engine, name: str) -> Namespace:
-    known = self.namespaces.known(name)
-    if known is not None and known.revision:  # its own retry policy and secrets come with the next reading
+def _known_or_plain(self: Namespaces, name: str) -> Namespace | None:
+    known = _right_known(self, name)
+    if known is not None or name == "default":
         return known
     return Namespace(name=name, num_shards=1, created_at_ms=0)
 
 
+_right_known = Namespaces.known
+
+
 def _now_with_the_offset(self: Membership) -> int:
     """Refuses jumps, but leaves a constant error of the clock as it is."""
-    wall_ms = self._clock.wall_ms()
-    steady_ms = self._clock.boot_ms() + self._wall_minus_boot_ms
-    if wall_ms - steady_ms > self._config.clock_skew_max.ms - self._ahead_ms:
-        return steady_ms
-    return wall_ms
+    return _right_now_ms(self) + self._correction_ms
+
+
+_right_now_ms = Membership.now_ms
 
 
 async def _delete_after_one_look(self: Service, name: str) -> None:
@@ -291,7 +294,7 @@ MUTANTS = (
     Mutant(
         "namespace-unknown",
         "fires with default settings as long as the namespace is not known",
-        ((Engine, "_namespace_of", _namespace_as_if_unknown),),
+        ((Namespaces, "known", _known_or_plain),),
     ),
     Mutant(
         "clock-offset-not-corrected",

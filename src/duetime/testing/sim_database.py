@@ -22,7 +22,7 @@ class SimDatabase(MemoryStore):
         self.stored_namespaces: dict[str, list[Namespace]] = {}  # every version of each
         self.spoilt: set[TimerKey] = set()
 
-    def _commit(self, batch: Batch) -> Committed:  # type: ignore[override]
+    def _commit(self, batch: Batch) -> Committed:
         shard = self._shards.get(batch.fence.shard_id)
         changes: list[tuple[Timer, Timer | None]] = []
         if shard is not None:
