@@ -1,6 +1,8 @@
 """What the owner of a shard does with a wish about one of its timers: check it, read if need be, write.
 
-Everything here happens on the instance that holds the shard; `service.py` finds that instance.
+Everything here happens on the instance that holds the shard; `service.py` finds that instance. Commands about one
+timer are carried out in the order they came, whatever each of them has to wait for (`Shard.alone`): who was told that
+an outcome is unknown and writes again must not be overtaken by his own first write.
 """
 
 from __future__ import annotations
@@ -77,9 +79,9 @@ class Owner:
 
     async def create(self, shard: Shard, spec: TimerSpec) -> Created:
         """Upsert: whatever timer has this id is replaced."""
-        namespace = await self._namespaces.get(spec.namespace)
         key = TimerKey(spec.namespace, spec.timer_id)
         async with shard.alone(key):
+            namespace = await self._namespaces.get(spec.namespace)
             timer = self._timer_of(spec, namespace, shard)
             if spec.if_absent and (there := await self._already_there(shard, key, spec, timer)):
                 return there
@@ -207,8 +209,8 @@ class Owner:
 
     async def update(self, shard: Shard, key: TimerKey, patch: TimerPatch) -> Updated:
         """Change a scheduled timer. The verdict tells whether its old self was already on its way."""
-        namespace = await self._namespaces.get(key.namespace)
         async with shard.alone(key):
+            namespace = await self._namespaces.get(key.namespace)
             found = await self._find(shard, key)
             timer = found.timer
             if timer is None:
@@ -265,8 +267,8 @@ class Owner:
 
     async def delete(self, shard: Shard, key: TimerKey) -> Verdict:
         """After this is answered no delivery starts. The verdict tells whether one had."""
-        namespace = await self._namespaces.get(key.namespace)
         async with shard.alone(key):
+            namespace = await self._namespaces.get(key.namespace)
             found = await self._find(shard, key)
             timer = found.timer
             if found.unreadable is not None:
@@ -288,8 +290,8 @@ class Owner:
 
     async def fire_now(self, shard: Shard, key: TimerKey) -> TimerView:
         """Make a scheduled timer due at once; one already on its way is left to it."""
-        await self._namespaces.get(key.namespace)
         async with shard.alone(key):
+            await self._namespaces.get(key.namespace)
             found = await self._find(shard, key)
             if found.timer is None:
                 raise _not_scheduled(key, found)
@@ -301,8 +303,8 @@ class Owner:
 
     async def replay(self, shard: Shard, key: TimerKey) -> TimerView:
         """Arm a reached timer again, as a new one that is due at once."""
-        await self._namespaces.get(key.namespace)
         async with shard.alone(key):
+            await self._namespaces.get(key.namespace)
             found = await self._find(shard, key)
             if found.timer is not None:
                 raise Conflict(

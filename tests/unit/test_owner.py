@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from engine_world import URL, World, in_world
 
@@ -23,6 +24,10 @@ from duetime.model import (
     TimerSpec,
     Verdict,
 )
+from duetime.peers import CreateOrder, Forward
+from duetime.stores.memory import MemoryStore
+from duetime.testing.faulty import FaultyStore
+from duetime.testing.virtual import VirtualClock, run_virtual
 from duetime.timetext import LATEST_MS
 
 X = TimerKey("default", "x")
@@ -274,3 +279,34 @@ def test_an_update_with_another_time_moves_the_timer(by_delay: bool) -> None:
         assert [at for at, _, _ in world.destinations.calls] == [at_ms]
 
     in_world(story)
+
+
+@pytest.mark.parametrize("waits_for", ["namespaces", "get_many"])
+def test_a_forwarded_create_that_has_to_wait_is_not_overtaken_by_a_later_one(waits_for: str) -> None:
+    """Its asker may have been told that nobody knows, and has written again: the last one counts."""
+
+    async def told(clock: VirtualClock) -> None:
+        store = FaultyStore(MemoryStore(clock))
+        world = World(clock, store.as_store, namespaces__default_num_shards=1)
+        await world.start()
+        if waits_for == "namespaces":
+            world.engine.namespaces._fresh_until_ms = 0  # too old for a write: it is read again first
+        held = store.hold(waits_for)
+        spec = TimerSpec(namespace="default", timer_id="a", delay_ms=1_000, callback_url=URL, payload="1")
+        first_spec = msgspec.structs.replace(spec, if_absent=waits_for == "get_many")
+        version = world.engine.shards[0].fence.version
+        first = world.service.take(Forward("1", 0, version, CreateOrder(first_spec)))
+        await asyncio.sleep(0.1)
+        if waits_for == "namespaces":
+            world.engine.namespaces._fresh_until_ms = clock.boot_ms() + 60_000
+        second = asyncio.ensure_future(world.service.create(msgspec.structs.replace(spec, payload="2")))
+        await asyncio.sleep(0.1)
+        assert not second.done()
+        held.set()
+        await first
+        await second
+        await asyncio.sleep(2)
+        assert world.destinations.payloads == ["2"]
+        await world.engine.stop()
+
+    run_virtual(told)

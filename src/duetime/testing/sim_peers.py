@@ -48,6 +48,8 @@ _FAULTS: Final = (
     (ERROR_500, 0.3),
 )
 
+_COPY_DECIDED_S: Final = 20.0
+
 # Who can be reached: by name, everything that was launched in a world. Names are addresses, and never used again.
 _NETWORKS: Final[WeakKeyDictionary[World, dict[str, SimPeers]]] = WeakKeyDictionary()
 
@@ -75,9 +77,10 @@ class SimPeers(HttpPeers):
 class _Trip:
     """What the network will do to one request. Drawn when it starts: what happens on the way does not change it."""
 
-    __slots__ = ("accepted", "back_s", "broken_after_s", "fault", "repeated_after_s", "there_s")
+    __slots__ = ("accepted", "back_s", "broken_after_s", "fault", "repeated_after_s", "there_s", "to")
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, to: str) -> None:
+        self.to = to
         rng, scenario = world.rng, world.scenario
         self.there_s = rng.uniform(0.0001, 0.0015)
         self.back_s = rng.uniform(0.0001, 0.0015)
@@ -112,7 +115,7 @@ class SimHttp:
     async def close(self) -> None: ...
 
     async def send(self, target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int) -> Answer | None:
-        loop, name, trip = self._world.loop, target.host, _Trip(self._world)
+        loop, name, trip = self._world.loop, target.host, _Trip(self._world, target.host)
         answer: asyncio.Future[Answer] = loop.create_future()
         deadline = loop.call_later(timeout_ms / 1_000, _fail, answer, f"no answer within {timeout_ms} ms")
         kept = name in self._kept
@@ -215,10 +218,11 @@ class SimHttp:
             if trip.accepted > 1:
                 self._world.fault(REPLAY_ACCEPTED)
         elif response.status == Conflict.status and not trip.accepted:
-            self._later(0.2, partial(self._judge_refused, trip))  # a copy that came first may still be worked on
+            # A copy that came first may still be worked on, by an instance that is frozen meanwhile.
+            self._later(_COPY_DECIDED_S, partial(self._judge_refused, trip))
 
     def _judge_refused(self, trip: _Trip) -> None:
-        if not trip.accepted:
+        if not trip.accepted and self._is_up(trip.to):  # else it may have crashed while it worked on the copy
             self._world.fault(NEW_REFUSED)
 
 
