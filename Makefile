@@ -44,7 +44,7 @@ check: $(DEV_READY) ## lint, format, strict types, layers
 sim: $(DEV_READY) ## play SEEDS=200 stories of the simulated cluster; a failing seed is printed with its replay
 	$(BIN)/python -m duetime.testing.simulate --seeds $(SEEDS)
 
-prove: $(DEV_READY) ## seeds run, faults by kind, mutants caught, cases of the failure catalogue covered
+prove: $(DEV_READY) ## seeds run, faults by kind, mutants caught, statements reached, cases of the failure catalogue
 	$(BIN)/python scripts/prove.py --seeds $(SEEDS)
 
 mutate: $(DEV_READY) ## change single lines of MODULES="shard lane" and see whether a test fails (takes minutes)

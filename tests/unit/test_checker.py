@@ -70,3 +70,90 @@ def test_a_violation_reads_as_a_story() -> None:
     violation: Violation = judge([PUT], TWICE, faults=[])[0]
     assert "'v' was accepted from a" in str(violation)
     assert str(violation).count("fired v attempt 1") == 2
+
+
+def fired(value: str, started_at_ms: int, delivery: str = "d", *, accepted: bool = True, **fields: int) -> Callback:
+    return Callback(
+        timer="t",
+        value=value,
+        attempt=1,
+        started_at_ms=started_at_ms,
+        seen_at_ms=started_at_ms,
+        fence="3.1",
+        owner="a",
+        delivery=delivery,
+        accepted_at_ms=started_at_ms + 5 if accepted else 0,
+        **fields,
+    )
+
+
+def wish(
+    kind: Kind,
+    asked_at_ms: int,
+    result: Result = Result.OK,
+    value: str = "",
+    due_ms: int = 0,
+    *,
+    keeps_due: bool = False,
+    skip_late_ms: int = 0,
+) -> Wish:
+    return Wish("t", kind, asked_at_ms, asked_at_ms + 10, result, value, due_ms, keeps_due, skip_late_ms)
+
+
+LATER = wish(Kind.PUT, 0, value="v", due_ms=5_000)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "calls", "broken"),
+    [
+        ([LATER, wish(Kind.FIRE_NOW, 1_000)], [fired("v", 1_100)], []),
+        ([LATER, wish(Kind.FIRE_NOW, 1_000, Result.FAIL)], [fired("v", 1_100)], ["B"]),
+        ([LATER, wish(Kind.FIRE_NOW, 1_000)], [fired("v", 900)], ["B"]),
+        # An update that leaves the time alone.
+        ([LATER, wish(Kind.PUT, 1_000, value="w", keeps_due=True)], [fired("w", 5_001)], []),
+        ([LATER, wish(Kind.PUT, 1_000, value="w", keeps_due=True)], [fired("w", 4_000)], ["B"]),
+        # A replay arms what is over, once, also what was cancelled.
+        ([LATER, wish(Kind.DELETE, 1_000), wish(Kind.REPLAY, 2_000)], [fired("v", 2_100)], []),
+        ([LATER, wish(Kind.DELETE, 1_000), wish(Kind.REPLAY, 2_000)], [], ["A"]),
+        ([LATER, wish(Kind.DELETE, 1_000), wish(Kind.REPLAY, 2_000)], [fired("v", 1_500)], ["B", "C", "A"]),
+        ([LATER, wish(Kind.REPLAY, 6_000)], [fired("v", 5_000), fired("v", 6_100, "e")], []),
+        ([LATER], [fired("v", 5_000), fired("v", 6_100, "e")], ["R"]),
+        ([LATER, wish(Kind.FIRE_NOW, 6_000)], [fired("v", 5_000), fired("v", 6_100, "e")], ["R"]),
+        # ifAbsent: what the server says is there was applied.
+        ([wish(Kind.PUT, 0, Result.INFO, "v", 9), wish(Kind.ENSURE, 20, value="v")], [], ["A"]),
+        ([wish(Kind.PUT, 0, Result.INFO, "v", 9)], [], []),
+        ([wish(Kind.ENSURE, 20, value="v")], [], ["D"]),
+        # Two at the same time: either may be the last.
+        ([LATER, wish(Kind.PUT, 5, value="w", due_ms=100)], [fired("v", 5_000)], []),
+        ([LATER, wish(Kind.PUT, 5, value="w", due_ms=100)], [], ["A"]),
+        ([LATER, wish(Kind.DELETE, 5)], [], []),
+        ([LATER], [fired("v", 5_000, accepted=False)], ["A"]),
+        # On record, and called again.
+        ([LATER], [fired("v", 5_000, over_at_ms=5_010), fired("v", 5_020, over_at_ms=5_010)], ["R", "R"]),
+    ],
+)
+def test_what_may_follow_from_which_wishes(wishes: list[Wish], calls: list[Callback], broken: list[str]) -> None:
+    assert [violation.invariant for violation in judge(wishes, calls, faults=[], all_accepted=True)] == broken
+
+
+SKIPS = wish(Kind.PUT, 0, value="v", due_ms=1_000, skip_late_ms=500)
+
+
+@pytest.mark.parametrize(
+    ("calls", "broken"),
+    [
+        ([], []),  # late, and skipped
+        ([fired("v", 1_100, accepted=False, recorded_at_ms=1_200)], ["A"]),  # tried in time: it goes on
+        ([fired("v", 1_100, accepted=False)], []),  # the attempt was lost with its instance
+        ([fired("v", 1_600, accepted=False, recorded_at_ms=1_700)], []),
+    ],
+)
+def test_a_missed_fire_policy_excuses_only_what_was_not_tried_in_time(calls: list[Callback], broken: list[str]) -> None:
+    for last in ([], [wish(Kind.PUT, 2_000, value="w", keeps_due=True, skip_late_ms=500)]):
+        assert [violation.invariant for violation in judge([SKIPS, *last], calls, all_accepted=True)] == broken
+
+
+def test_a_fault_of_one_delivery_excuses_no_other() -> None:
+    lost = Fault("answer lost", 205, 205, "a", delivery="d")
+    assert judged(TWICE, [lost]) == []
+    assert judged(TWICE, [Fault("answer lost", 205, 205, "a", delivery="e")]) == ["R"]

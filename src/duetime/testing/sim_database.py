@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from duetime.clock import Clock
+from duetime.errors import ShardLost
 from duetime.model import Namespace, Timer, TimerKey
 from duetime.store import Batch, Capabilities, Committed, ListQuery
 from duetime.stores.memory import MemoryStore
@@ -22,7 +23,7 @@ class SimDatabase(MemoryStore):
         self.stored_namespaces: dict[str, list[Namespace]] = {}  # every version of each
         self.spoilt: set[TimerKey] = set()
 
-    def _commit(self, batch: Batch) -> Committed:
+    def _commit(self, batch: Batch) -> Committed | ShardLost:
         shard = self._shards.get(batch.fence.shard_id)
         changes: list[tuple[Timer, Timer | None]] = []
         if shard is not None:
@@ -41,7 +42,7 @@ class SimDatabase(MemoryStore):
                     self.recorded_at_ms.setdefault((old.delivery_id, now.attempts), now_ms)
                 if is_over:
                     self.over_at_ms.setdefault(old.delivery_id, now_ms)
-        return result  # type: ignore[return-value]
+        return result
 
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
         written = await super().put_namespace(namespace, expected_revision)
