@@ -113,19 +113,22 @@ class Owner:
         try:
             await self._namespaces.get(timer.namespace)
         except NotFound:
-            try:
-                await self._remove(shard, timer)
-            except DuetimeError as error:
-                raise OutcomeUnknown(f"the namespace was deleted, and the timer may be left in it: {error}") from error
+            await self._remove(shard, timer)
             raise
         except StoreError as error:
             raise OutcomeUnknown(f"stored, but whether the namespace still exists is not known: {error}") from error
 
     async def _remove(self, shard: Shard, timer: Timer) -> None:
-        async with shard.alone(timer.key):
-            found = await self._find(shard, timer.key)
-            if found.timer is not None and found.timer.generation == timer.generation:
-                await shard.write(timer.key, None, [])
+        """Take back a timer whose namespace was deleted while it was written, unless it has begun to fire."""
+        try:
+            async with shard.alone(timer.key):
+                found = await self._find(shard, timer.key)
+                if found.timer == timer and not shard.is_sending(timer.key):
+                    await shard.write(timer.key, None, [])
+                    return
+        except DuetimeError as error:
+            raise OutcomeUnknown(f"the namespace was deleted, and the timer may be left in it: {error}") from error
+        raise OutcomeUnknown("the namespace was deleted, and the timer has begun to fire")
 
     async def _already_there(self, shard: Shard, key: TimerKey, spec: TimerSpec, timer: Timer) -> Created | None:
         """`ifAbsent`: the same request again gets the same answer, another one a conflict, also after the end."""

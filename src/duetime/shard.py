@@ -260,18 +260,29 @@ class Shard:
 
     @asynccontextmanager
     async def alone(self, key: TimerKey) -> AsyncIterator[None]:
-        """Serialises those who must read a timer before they write it. Meanwhile it does not start to fire."""
-        while (turn := self._alone.get(key)) is not None:
-            await asyncio.shield(turn)  # one who gives up waiting must not take the turn from the others
+        """Serialises those who must read a timer before they write it, in the order they came. Meanwhile it does not
+        start to fire."""
+        before = self._alone.get(key)
         turn = self._alone[key] = self._loop.create_future()
+        if before is not None:
+            try:
+                await asyncio.shield(before)  # one who gives up waiting must not take the turn from the others
+            except asyncio.CancelledError:
+                before.add_done_callback(lambda _: self._end_turn(key, turn))
+                raise
         try:
             yield
         finally:
-            del self._alone[key]
-            turn.set_result(None)
-            entry = self.entries.get(key)
-            if entry is not None and entry.phase is _WRITING and not self.is_written(key):
-                self._rest(entry)
+            self._end_turn(key, turn)
+
+    def _end_turn(self, key: TimerKey, turn: asyncio.Future[None]) -> None:
+        turn.set_result(None)
+        if self._alone.get(key) is not turn:
+            return  # the next one is waiting
+        del self._alone[key]
+        entry = self.entries.get(key)
+        if entry is not None and entry.phase is _WRITING and not self.is_written(key):
+            self._rest(entry)
 
     def is_held(self, key: TimerKey) -> bool:
         """Is somebody reading this timer in order to write it?"""

@@ -477,8 +477,9 @@ class NamespaceClient:
         result, _ = await self._admin._ask(lambda service: service.delete_namespace(self.name))
         if result is Result.OK:
             await self.world.namespace_deleted(self.name)
-            # Its number of shards outlives it.
-            wider = NamespaceSpec(name=self.name, num_shards=self._num_shards + 1)
+            # Its number of shards outlives it. (It may have been made on first use, with the default number.)
+            stored = self.world.database.stored_namespaces[self.name][-1]
+            wider = NamespaceSpec(name=self.name, num_shards=stored.num_shards + 1)
             result, _ = await self._admin._ask(lambda service: service.create_namespace(wider))
             if result is Result.OK:
                 what = "was made with another number of shards"
