@@ -34,6 +34,9 @@ MODULES = (
 )
 
 
+_LACONIC = frozenset({"return", "continue", "break", "raise", "pass"})
+
+
 class Statement(Struct, frozen=True):
     """A statement in a function."""
 
@@ -62,6 +65,12 @@ def statements_of(module: str) -> list[Statement]:
     source = Path(_path_of(module)).read_text("utf-8")
     lines = source.splitlines()
 
+    def text_of(statement: ast.stmt, parent: ast.AST) -> str:
+        """Its first line; one that says little by itself, with what it depends on."""
+        text = lines[statement.lineno - 1].strip()
+        above = getattr(parent, "lineno", 0)
+        return f"{lines[above - 1].strip()} {text}" if above and text.partition(" ")[0] in _LACONIC else text
+
     def walk(node: ast.AST, name: str, in_function: bool) -> Iterator[Statement]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -71,7 +80,7 @@ def statements_of(module: str) -> list[Statement]:
                 yield from walk(child, f"{name}.{child.name}".lstrip("."), not is_class)
                 continue
             if isinstance(child, ast.stmt) and in_function and not _says_nothing(child):
-                yield Statement(module, name, lines[child.lineno - 1].strip(), child.lineno)
+                yield Statement(module, name, text_of(child, node), child.lineno)
             yield from walk(child, name, in_function)
 
     return list(walk(ast.parse(source), "", False))

@@ -120,7 +120,7 @@ class SimEngine(Engine):
 
     async def _release(self, shards: list[Shard], *args: Any) -> None:
         for shard in shards:
-            self._release_began_ms[id(shard)] = self.clock.boot_ms()
+            self._release_began_ms.setdefault(id(shard), self.clock.boot_ms())  # it may be on its way already
         await super()._release(shards, *args)
 
     def _drop(self, shard: Shard, *args: Any) -> None:
@@ -457,7 +457,7 @@ class World:
     def _mend(self) -> None:
         for name in list(self.loop.frozen):
             self.loop.thaw(name)
-        for instance in self.instances.values():
+        for instance in self._running.values():
             instance.clock.offset_ms = instance.offset_ms
             instance.link.cut = None
             instance.link.odd_errors.clear()
