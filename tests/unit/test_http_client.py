@@ -120,8 +120,8 @@ async def test_a_connection_given_to_a_call_that_was_just_cancelled_goes_to_the_
     client = HttpClient(connections_per_origin_max=1)
     release = client._release
 
-    def release_and_cancel(*given: Any) -> None:
-        release(*given)
+    def release_and_cancel(origin: Any, connection: Any) -> None:
+        release(origin, connection)
         second.cancel()  # it has got the connection, and has had no turn yet to take it
 
     async with answering(OK) as server:

@@ -157,7 +157,7 @@ async def test_an_interim_answer_to_a_head_is_not_its_answer(client: HttpClient)
 
 async def test_a_second_try_that_cannot_connect_was_sent_all_the_same() -> None:
     """The first try went out on a connection that closed: nobody knows whether it was carried out."""
-    found = [["127.0.0.1"], socket.gaierror(socket.EAI_AGAIN, "Try again")]
+    found: list[Sequence[str] | OSError] = [["127.0.0.1"], socket.gaierror(socket.EAI_AGAIN, "Try again")]
 
     async def resolve(host: str, port: int) -> Sequence[str]:
         answer = found.pop(0)
