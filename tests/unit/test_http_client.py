@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -119,8 +120,8 @@ async def test_a_connection_given_to_a_call_that_was_just_cancelled_goes_to_the_
     client = HttpClient(connections_per_origin_max=1)
     release = client._release
 
-    def release_and_cancel(*given: Any) -> None:
-        release(*given)
+    def release_and_cancel(origin: Any, connection: Any) -> None:
+        release(origin, connection)
         second.cancel()  # it has got the connection, and has had no turn yet to take it
 
     async with answering(OK) as server:
@@ -341,6 +342,17 @@ async def test_a_peer_that_takes_the_connection_but_never_finishes_tls_is_a_conn
         await client.close()
 
 
+async def test_without_an_answer_a_blocked_loop_delays_the_end_of_a_call_and_no_more(client: HttpClient) -> None:
+    async with serving(silent) as server:
+        call = asyncio.create_task(post(client, server, timeout_ms=1_000))
+        while not any(connection.busy for connection in client._connections):
+            await asyncio.sleep(0.001)
+        time.sleep(1.5)
+        async with asyncio.timeout(10):
+            with pytest.raises(HttpError, match="no answer within 1 s"):
+                await call
+
+
 async def test_the_deadline_of_the_call_holds_while_it_connects() -> None:
     async def resolve(host: str, port: int) -> Sequence[str]:
         await asyncio.Event().wait()
@@ -351,6 +363,24 @@ async def test_the_deadline_of_the_call_holds_while_it_connects() -> None:
         with pytest.raises(HttpError, match=r"connect timeout after 0\.1 s") as caught:
             await client.request("POST", "http://a.test/", timeout_ms=100)
     assert not caught.value.sent
+
+
+async def test_a_silent_address_leaves_time_for_the_next_one() -> None:
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return ["127.0.0.9", "127.0.0.1"]
+
+    client = HttpClient(resolve=resolve, connect_timeout_ms=3_000)
+    connect_to = client._connect_to
+
+    async def first_silent(origin: Any, target: Any, address: str) -> Any:
+        if address == "127.0.0.9":
+            await asyncio.Event().wait()
+        return await connect_to(origin, target, address)
+
+    client._connect_to = first_silent  # type: ignore[method-assign]
+    async with answering(OK) as server:
+        assert (await post(client, server, timeout_ms=20_000)).body == b"ok"
+    await client.close()
 
 
 async def test_a_client_that_is_closed_while_a_call_connects_sends_nothing() -> None:

@@ -157,7 +157,7 @@ async def test_an_interim_answer_to_a_head_is_not_its_answer(client: HttpClient)
 
 async def test_a_second_try_that_cannot_connect_was_sent_all_the_same() -> None:
     """The first try went out on a connection that closed: nobody knows whether it was carried out."""
-    found: list[list[str] | OSError] = [["127.0.0.1"], socket.gaierror(socket.EAI_AGAIN, "Try again")]
+    found: list[Sequence[str] | OSError] = [["127.0.0.1"], socket.gaierror(socket.EAI_AGAIN, "Try again")]
 
     async def resolve(host: str, port: int) -> Sequence[str]:
         answer = found.pop(0)
@@ -312,6 +312,35 @@ async def test_the_keep_alive_race_is_repaired_on_a_fresh_connection_once(client
             assert answer.status == 200
         assert server.connections == 3
         assert begun == 5, "a repeated call is stamped anew"
+
+
+async def test_an_idle_connection_that_was_reset_is_not_used_again(client: HttpClient) -> None:
+    both_asked = asyncio.Event()
+    reset = {}
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        mine = reset[writer.get_extra_info("peername")[1]] = asyncio.Event()
+        await server.read_request(reader)
+        if number == 2:
+            both_asked.set()
+        await both_asked.wait()
+        writer.write(OK)
+        if number == 3:
+            await reader.read()
+        await mine.wait()
+        # A linger time of zero makes the close a reset: there is no end of the stream before it.
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async with serving(handler) as server:
+        await asyncio.gather(post(client, server), post(client, server))
+        (origin,) = client._origins.values()
+        older, youngest = origin.idle
+        assert youngest._transport is not None
+        reset[youngest._transport.get_extra_info("sockname")[1]].set()
+        async with asyncio.timeout(10):
+            while len(client._connections) == 2:
+                await asyncio.sleep(0.001)
+        assert origin.idle == [older]
 
 
 async def test_the_repair_takes_a_fresh_connection_and_not_another_idle_one(client: HttpClient) -> None:
