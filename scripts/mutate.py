@@ -99,6 +99,8 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 
 SURVIVED, BY_TESTS, BY_SIMULATOR = 0, 10, 11  # exit codes of the process of a mutant
+# Databases of tests are made where a sync costs nothing, if there is such a place.
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108
 MEMORY_MAX = 4 << 30  # bytes: a mutant that collects without end must not take the machine with it
 
 
@@ -317,7 +319,7 @@ class Mutation:
 
     def _measure(self, session: pytest.Session) -> Measured:
         """Run all tests once, in a process of their own, and note which lines each of them executes."""
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
             answer = Path(folder) / "measured"
             pid = os.fork()
             if pid == 0:
@@ -384,7 +386,7 @@ class Mutation:
         if not items and not seeds:
             self.found.append(Found(target, mutant, SURVIVED))
             return
-        folder = tempfile.mkdtemp(prefix="duetime-mutant-")
+        folder = tempfile.mkdtemp(prefix="duetime-mutant-", dir=IN_MEMORY)
         pid = os.fork()
         if pid == 0:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -60,6 +61,46 @@ async def test_a_store_has_a_thread_for_each_connection_and_leaves_none_behind(p
     assert our_threads() == set(), "opened twice is opened once"
 
 
+def connections_to(path: Path) -> int:
+    return sum(each.filename == str(path) for each in apsw.connections())
+
+
+async def test_a_store_has_three_connections_and_closes_them_all(path: Path) -> None:
+    store = await opened(path)
+    await store.open()
+    assert connections_to(path) == 3
+    await store.close()
+    assert connections_to(path) == 0
+    migrate(str(path))
+    assert connections_to(path) == 0
+
+
+async def test_a_store_that_is_opened_again_holds_its_lock_again(path: Path) -> None:
+    store = await opened(path)
+    await store.close()
+    assert holder(url_of(path)) is None
+    await store.open()
+    assert holder(url_of(path)) is not None
+    await store.close()
+
+
+def test_it_says_that_one_process_has_it_and_keeps_what_it_is_given() -> None:
+    capabilities = SqliteStore.capabilities
+    assert (capabilities.exclusive, capabilities.durable, capabilities.lanes) == (True, True, 1)
+    assert capabilities.payload_bytes_max == 16_777_216
+
+
+async def test_while_a_store_closes_calls_are_refused(path: Path) -> None:
+    store = await opened(path)
+    query = ListQuery(namespace="test", num_shards=1)
+    closing = asyncio.ensure_future(store.close())
+    await asyncio.sleep(0)
+    for call in (store.shards, lambda: store.commit([]), lambda: store.list_timers(query)):
+        with pytest.raises(StoreUnavailable, match="the store is not open"):
+            await call()
+    await closing
+
+
 async def test_a_store_that_could_not_be_opened_holds_neither_its_lock_nor_a_thread(path: Path) -> None:
     store = SqliteStore.from_url(url_of(path))
     with pytest.raises(SchemaMismatch):
@@ -106,6 +147,9 @@ async def test_a_heartbeat_answers_the_time_of_the_machine(path: Path) -> None:
     with pytest.raises(MemberDead):
         await store.heartbeat("another", 1)
     await store.close()
+    usual = await opened(path)
+    assert await usual.heartbeat("me", 2) > 1_700_000_000_000
+    await usual.close()
 
 
 async def test_wiping_removes_the_file_and_what_lies_beside_it_and_nothing_is_fine_too(path: Path) -> None:
@@ -124,7 +168,11 @@ def test_a_predecessor_in_its_last_breath_is_waited_for(path: Path, monkeypatch:
     monkeypatch.setattr("duetime.stores.sqlite_file.time.sleep", lambda seconds: first.release())
     second = FileLock(str(path))
     assert holder(url_of(path)) is not None
-    first.release()  # again: it has nothing any more, and takes nothing from the second
+    with monkeypatch.context() as watched:
+        closed: list[int] = []
+        watched.setattr("duetime.stores.sqlite_file.os.close", closed.append)
+        first.release()  # again: it has nothing any more, and takes nothing from others
+        assert closed == []
     assert holder(url_of(path)) is not None
     second.release()
     assert holder(url_of(path)) is None
@@ -146,6 +194,17 @@ def test_a_lock_that_is_not_released_is_given_up_after_its_time(path: Path, monk
         FileLock(str(path))
     assert refused.value.field == "store.url"
     assert 4 <= len(slept) <= 6
+    first.release()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists what is open")
+def test_a_refused_lock_leaves_no_file_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_file, "LOCK_PATIENCE_SECONDS", 0)
+    first = FileLock(str(path))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(SetupError, match="in use by process"):
+        FileLock(str(path))
+    assert len(os.listdir("/proc/self/fd")) == before
     first.release()
 
 
@@ -251,9 +310,17 @@ def test_a_connection_that_is_refused_is_closed(path: Path) -> None:
     db.execute("DROP TABLE namespaces")
     db.commit()
     db.close()
-    with pytest.raises(SetupError, match=r"cannot be used: .*no such table: namespaces"):
+    with pytest.raises(SetupError, match=r"cannot be used: .*no such table: namespaces") as refused:
         connect(str(path))
-    assert [each for each in apsw.connections() if each.filename == str(path)] == []
+    assert connections_to(path) == 0, f"also while somebody looks at {refused.value}"
+
+
+def test_a_connection_waits_a_moment_for_another_program_that_holds_the_file(path: Path) -> None:
+    migrate(str(path))
+    db = connect(str(path), "cache_size=-77")
+    assert db.pragma("busy_timeout") == 2_000
+    assert db.pragma("cache_size") == -77
+    db.close()
 
 
 @pytest.mark.parametrize(
@@ -326,6 +393,21 @@ async def test_a_transaction_that_was_left_open_is_rolled_back_before_the_next_o
     await store.close()
 
 
+async def test_a_read_that_fails_was_not_applied_whatever_the_disk_says(path: Path) -> None:
+    store = await opened(path)
+
+    def broken(db: apsw.Connection) -> None:
+        raise apsw.IOError("the disk did not answer")
+
+    with pytest.raises(StoreUnavailable, match="the disk reports an error"):
+        await store._read(broken)
+    with pytest.raises(StoreUnavailable, match="the disk reports an error"):
+        await store._write(broken)
+    assert store._write_db is not None
+    assert not store._write_db.in_transaction, "another program may write now"
+    await store.close()
+
+
 async def test_a_member_that_is_dead_is_told_so_and_nothing_stays_open(path: Path) -> None:
     store = await opened(path)
     await store.join(Member("me", "here:1", 3, True, 0))
@@ -349,6 +431,7 @@ def worker() -> Iterator[Worker]:
 
 async def test_work_is_done_in_its_order_on_one_thread_and_its_errors_come_back(worker: Worker) -> None:
     assert await worker.run(lambda: threading.current_thread().name) == "duetime-sqlite-test"
+    assert await worker.run(lambda: threading.current_thread().daemon), "a process that ends does not wait for it"
     with pytest.raises(ZeroDivisionError):
         await worker.run(lambda: 1 // 0)
     numbers: list[int] = []
