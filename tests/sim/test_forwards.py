@@ -22,10 +22,9 @@ def _silence() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def test_no_request_between_instances_is_accepted_twice_or_wrongly_refused_as_a_replay() -> None:
-    totals = run_seeds(0, 40)
+def test_every_kind_of_fault_between_instances_happens_and_does_no_harm() -> None:
+    totals = run_seeds(0, 20)
     assert not totals.failed, "\n".join(totals.stories)
-    assert not [kind for kind in NEVER if totals.faults[kind]]
     assert set(totals.faults) >= {
         "forward lost",
         "answer to a forward lost",

@@ -317,8 +317,10 @@ def test_an_order_that_the_owner_cannot_accept_gets_the_owners_error() -> None:
         timer_id = owned_by(a)
         good = order_to(a, timer_id)
         spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1, callback_url="gopher://x")
+        answer = a.service.take(Forward("bad", good.shard_id, good.version, CreateOrder(spec)))
+        assert a.service.taken("bad") is answer, "what is refused is remembered too"
         with pytest.raises(InvalidField, match="callbackUrl"):
-            await a.service.take(Forward("bad", good.shard_id, good.version, CreateOrder(spec)))
+            await answer
         nowhere = TimerSpec(namespace="nowhere", timer_id=timer_id, delay_ms=1, callback_url=URL)
         with pytest.raises(NotFound, match="There is no namespace"):
             await a.service.take(Forward("nowhere", good.shard_id, good.version, CreateOrder(nowhere)))

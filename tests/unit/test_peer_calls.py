@@ -137,21 +137,25 @@ def test_each_order_gets_the_reply_in_its_place() -> None:
     told(script, story)
 
 
-def test_new_orders_come_first_and_those_asked_for_again_after_them() -> None:
+def test_new_orders_come_first_in_a_request_even_if_those_asked_for_again_waited_longer() -> None:
     async def script(orders: Orders) -> Answer:
-        await asyncio.sleep(0.01)
-        asked_again = [Reply(error="InvalidField", detail=f"again {name}") for name in orders.again]
-        return answers(*[UNDECIDED] * len(orders.new), *asked_again)
+        if orders.new[0].order_id == "old":
+            await asyncio.sleep(0.01)
+            return answers(UNDECIDED)
+        replies = [Reply(error="InvalidField", detail=f"new {forward.order_id}") for forward in orders.new]
+        return answers(*replies, *(Reply(error="InvalidField", detail=f"again {name}") for name in orders.again))
 
     async def story(peers: HttpPeers, wire: Wire) -> None:
-        first = [asked(peers, delete(name)) for name in ("t1", "t2")]
-        await asyncio.sleep(0.0099)
-        # Asked for in the very moment in which the others wait again: all travel together.
-        wire.script = script
-        for name, task in zip(("t1", "t2"), first, strict=True):
-            with pytest.raises(InvalidField, match=f"again {name}"):
-                await task
-        assert ids(wire.requests) == [(["t1", "t2"], []), ([], ["t1", "t2"])]
+        old = asked(peers, delete("old"))
+        while not wire.requests:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)  # the answer comes in this moment, and "old" waits to be asked for again
+        young = asked(peers, delete("young"))
+        with pytest.raises(InvalidField, match=r"^new young$"):
+            await young
+        with pytest.raises(InvalidField, match=r"^again old$"):
+            await old
+        assert ids(wire.requests) == [(["old"], []), (["young"], ["old"])]
 
     told(script, story)
 

@@ -206,6 +206,17 @@ async def test_the_sender_that_is_displaced_is_the_one_not_heard_from_for_longes
     assert not await accepts(door, request(3, sender="c")), "whoever was displaced may not be late"
 
 
+async def test_a_displaced_sender_starts_anew_too_when_the_receiver_has_joined_again(
+    door: PeerDoor, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_module, "_SENDERS_MAX", 1)
+    for number in range(1, 6):
+        assert await accepts(door, request(number, sender="a"))
+    assert await accepts(door, request(1, sender="c"))
+    owner.peer = Peer("b2", "b:1", "another secret")
+    assert await accepts(door, request(1, sender="a", to="b2", secret="another secret"))
+
+
 async def test_memory_of_displaced_senders_is_bounded(door: PeerDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "_SENDERS_MAX", 2)
     monkeypatch.setattr(door_module, "_SENDERS_RETIRED_MAX", 10)

@@ -13,7 +13,7 @@ from raw_server import Server, serving
 
 from duetime.api.app import Api
 from duetime.config import load_config
-from duetime.errors import Conflict, InvalidField, NotOwner, OutcomeUnknown, Unserved
+from duetime.errors import Busy, Conflict, DuetimeError, InvalidField, NotFound, NotOwner, OutcomeUnknown, Unserved
 from duetime.http_client import Answer, HttpClient
 from duetime.http_server import Handler, HttpServer, Request, Response, serve_http
 from duetime.model import Created, State, TimerKey, TimerSpec, TimerView, Updated, Verdict
@@ -243,6 +243,25 @@ async def test_the_status_is_what_the_other_says(owner: Owner, peers: HttpPeers)
 def test_every_kind_of_answer_survives_the_way(answer: OrderAnswer) -> None:
     [reply] = decode_answers(encode(Answers([reply_of(answer)]))).replies
     assert read_reply(reply) == answer
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotFound("There is no timer", field="timerId", code="timer_not_found"),
+        InvalidField("delay", "delay is too long"),
+        Conflict("exists", code="timer_exists"),
+        Busy(),
+        OutcomeUnknown("no answer"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_kind_of_error_survives_the_way(error: DuetimeError) -> None:
+    [reply] = decode_answers(encode(Answers([reply_of(error)]))).replies
+    with pytest.raises(type(error)) as caught:
+        read_reply(reply)
+    read = caught.value
+    assert (read.detail, read.field, read.code, read.status) == (error.detail, error.field, error.code, error.status)
 
 
 def test_an_error_of_a_newer_version_is_unknown() -> None:

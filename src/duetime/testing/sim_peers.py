@@ -42,7 +42,7 @@ NEVER: Final = (REPLAY_ACCEPTED, NEW_REFUSED)
 _FAULTS: Final = (
     (LOST, 1.0),
     (ANSWER_LOST, 1.0),
-    (NOT_CONNECTED, 0.3),
+    (NOT_CONNECTED, 1.0),
     (KEPT_BROKEN, 0.3),
     (UNREADABLE, 0.3),
     (ERROR_500, 0.3),
