@@ -1609,6 +1609,7 @@ class TestFiring:
             assert not bench.shard.settle(entry, delivered(entry))
             assert bench.shard.pending == {}
             assert bench.shard.sending == {}
+            bench.shard.drop(NotOwner())
 
         on_a_bench(story)
 
