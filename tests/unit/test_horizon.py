@@ -331,7 +331,7 @@ class TestLoading:
     def test_a_store_that_does_not_answer_for_every_shard_is_an_internal_error(self) -> None:
         async def story(place: Observatory) -> None:
             shards = list(place.shards.values())
-            place.load = lambda _: asyncio.sleep(0, [Page([], None)])  # type: ignore[method-assign, assignment, return-value]
+            place.load = lambda _: asyncio.sleep(0, [Page([], None)])  # type: ignore[method-assign, assignment]
             for shard in shards:
                 shard.load_begins()
             with pytest.raises(ValueError, match="shorter"):

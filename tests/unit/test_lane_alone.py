@@ -396,6 +396,19 @@ class TestFailures:
 
         on_a_street(story)
 
+    def test_one_that_is_given_away_meanwhile_has_its_commit_settled(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds = 1
+            street.answers = [StoreUnavailable("no")]
+            writing = street.put(0)
+            await asyncio.sleep(0.5)
+            street.shards[0].draining = street.shards[0].closing = True
+            await writing
+            assert len(street.commits) == 2
+            assert street.shards[0].is_quiet
+
+        on_a_street(story)
+
     def test_one_that_was_dropped_meanwhile_is_not_lost_once_more(self) -> None:
         async def story(street: Street) -> None:
             street.seconds = 1

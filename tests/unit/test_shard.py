@@ -210,6 +210,18 @@ class TestWriting:
 
         on_a_bench(story)
 
+    def test_what_was_admitted_last_says_whether_one_is_replaced(self) -> None:
+        async def story(bench: Bench) -> None:
+            bench.write(timer(payload="1"))
+            batch = bench.take()
+            bench.delete()
+            third = bench.write(timer(payload="3"))
+            bench.shard.committed(batch, Committed())
+            bench.commit()
+            assert third.result()[1] is False, "it was deleted before"
+
+        on_a_bench(story)
+
     def test_while_one_is_committing_the_next_waits_and_the_lane_is_told_of_it(self) -> None:
         async def story(bench: Bench) -> None:
             bench.write(timer(payload="1"))
