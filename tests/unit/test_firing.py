@@ -220,6 +220,30 @@ class TestTheHeap:
 
         on_a_range(story)
 
+    def test_one_of_the_next_millisecond_is_not_due_whatever_its_number_is(self) -> None:
+        async def story(place: Range) -> None:
+            place.loop._counter = 2**32 - 1
+            entry = place.put("a", 1)
+            assert entry.ticket == entry.timer.execute_at_ms << 32
+            place.loop._turn()
+            assert entry.phase is Phase.ARMED
+
+        on_a_range(story)
+
+    def test_a_wake_up_is_put_forward_and_never_off(self) -> None:
+        async def story(place: Range) -> None:
+            place.put("a", 500)
+            waker = place.loop._waker
+            assert waker is not None
+            place.loop._wake_in(0.9)
+            assert place.loop._waker is waker
+            assert not waker.cancelled()
+            place.loop.wake()
+            assert waker.cancelled()
+            assert place.loop._wake_at == 0
+
+        on_a_range(story)
+
     def test_one_that_is_disarmed_does_not_fire(self) -> None:
         async def story(place: Range) -> None:
             place.put("a", 100)

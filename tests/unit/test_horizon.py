@@ -328,6 +328,17 @@ class TestLoading:
 
         looking(story)
 
+    def test_a_store_that_does_not_answer_for_every_shard_is_an_internal_error(self) -> None:
+        async def story(place: Observatory) -> None:
+            shards = list(place.shards.values())
+            place.load = lambda _: asyncio.sleep(0, [Page([], None)])  # type: ignore[method-assign, assignment]
+            for shard in shards:
+                shard.load_begins()
+            with pytest.raises(ValueError, match="shorter"):
+                await place.horizon._load(shards)
+
+        looking(story, shards=2)
+
 
 class TestMemory:
     def test_at_the_cap_nothing_goes_and_beyond_it_the_furthest_go(self) -> None:

@@ -47,6 +47,7 @@ class Street:
         self.told_committed = 0
         self.writes_waiting = self.unsettled = 0
         self.writes_waiting_max = 100_000
+        self.running: asyncio.Future[None] | None = None
         self.telemetry = Telemetry()
         self.lane = Lane(
             cast(Store, self),
@@ -98,7 +99,7 @@ class Street:
 def on_a_street(story: Callable[[Street], Awaitable[None]], shards: int = 3, **capabilities: Any) -> None:
     async def told(clock: VirtualClock) -> None:
         street = Street(clock, shards, **capabilities)
-        running = asyncio.ensure_future(street.lane.run())
+        running = street.running = asyncio.ensure_future(street.lane.run())
         await asyncio.sleep(0)
         try:
             await story(street)
@@ -370,6 +371,17 @@ class TestFailures:
 
         on_a_street(story)
 
+    def test_a_store_that_does_not_answer_for_every_batch_is_an_internal_error(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [[Committed()]]
+            street.put(0)
+            street.put(1)
+            await asyncio.sleep(1)
+            assert street.running is not None
+            assert isinstance(street.running.exception(), ValueError)
+
+        on_a_street(story)
+
     def test_of_a_shard_that_was_dropped_meanwhile_nothing_is_settled(self) -> None:
         async def story(street: Street) -> None:
             street.seconds = 1
@@ -381,6 +393,19 @@ class TestFailures:
             await second
             await asyncio.sleep(5)
             assert len(street.commits) == 1
+
+        on_a_street(story)
+
+    def test_one_that_is_given_away_meanwhile_has_its_commit_settled(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds = 1
+            street.answers = [StoreUnavailable("no")]
+            writing = street.put(0)
+            await asyncio.sleep(0.5)
+            street.shards[0].draining = street.shards[0].closing = True
+            await writing
+            assert len(street.commits) == 2
+            assert street.shards[0].is_quiet
 
         on_a_street(story)
 

@@ -11,7 +11,7 @@ from engine_world import check_shard
 
 from duetime.errors import Busy, NotOwner, OutcomeUnknown, StoreUnavailable
 from duetime.model import BEFORE_ALL, Extras, Position, Settlement, Timer, TimerKey
-from duetime.shard import UNKNOWN, Entry, Phase, Shard, Written, end_of
+from duetime.shard import UNKNOWN, Entry, Op, Phase, Shard, Written, end_of
 from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable
 from duetime.testing import make_reached, make_timer
 from duetime.testing.virtual import VirtualClock, run_virtual
@@ -207,6 +207,18 @@ class TestWriting:
             bench.shard.committed(Batch(bench.shard.fence, [far]), Committed())
             bench.commit()
             assert (first.result()[1], second.result()[1]) == (False, True), "it follows one that was admitted"
+
+        on_a_bench(story)
+
+    def test_what_was_admitted_last_says_whether_one_is_replaced(self) -> None:
+        async def story(bench: Bench) -> None:
+            bench.write(timer(payload="1"))
+            batch = bench.take()
+            bench.delete()
+            third = bench.write(timer(payload="3"))
+            bench.shard.committed(batch, Committed())
+            bench.commit()
+            assert third.result()[1] is False, "it was deleted before"
 
         on_a_bench(story)
 
@@ -683,6 +695,15 @@ class TestRecovery:
 
         on_a_bench(story)
 
+    def test_one_that_is_not_in_memory_any_more_is_not_armed_by_it(self) -> None:
+        async def story(bench: Bench) -> None:
+            bench.shard.stall(Entry(timer(), bench.shard))
+            bench.put(timer(payload="2"))
+            bench.recover({})
+            assert [entry.timer.payload for entry in bench.yard.armed] == ["2"]
+
+        on_a_bench(story)
+
     def test_what_is_decided_by_it_does_not_fire_before_it_is_over(self) -> None:
         async def story(bench: Bench) -> None:
             entry = bench.put(timer())
@@ -1036,6 +1057,29 @@ class TestExpiry:
 
         on_a_bench(story)
 
+    def test_a_timer_about_which_more_is_to_be_written_is_not_restored(self) -> None:
+        async def story(bench: Bench) -> None:
+            entry = bench.put(timer())
+            bench.delete()
+            bench.shard._restore(A, entry)
+            assert phase_of(entry) is Phase.WRITING
+            bench.take()
+            bench.shard._restore(A, entry)
+            assert phase_of(entry) is Phase.WRITING
+
+        on_a_bench(story)
+
+    def test_only_what_a_user_was_told_about_can_be_given_up(self) -> None:
+        async def story(bench: Bench) -> None:
+            op = Op(timer(), [], [], 0)
+            assert not op.is_given_up
+            op.told = True
+            assert op.is_given_up
+            op.settlement = Settlement(rearmed=timer())
+            assert not op.is_given_up
+
+        on_a_bench(story)
+
 
 class TestReadingBeforeWriting:
     def test_a_timer_that_is_placed_while_somebody_reads_it_is_armed_when_he_is_done(self) -> None:
@@ -1311,6 +1355,18 @@ class TestLoading:
 
         on_a_bench(story)
 
+    def test_what_was_decided_and_is_in_memory_is_not_placed_twice(self) -> None:
+        async def story(bench: Bench) -> None:
+            far = timer("far", UNTIL_MS + 100)
+            bench.shard.load_begins()
+            bench.write(far)
+            bench.commit()
+            bench.shard._place(far.key, far)
+            bench.shard.load_ended(Page([far], None), UNTIL_MS + 500)
+            bench.check()
+
+        on_a_bench(story)
+
     def test_what_is_decided_after_a_page_counts_for_the_next_one(self) -> None:
         async def story(bench: Bench) -> None:
             far = timer("far", UNTIL_MS + 100)
@@ -1557,6 +1613,18 @@ class TestFiring:
 
         on_a_bench(story)
 
+    def test_a_shard_that_is_not_ours_records_nothing(self) -> None:
+        async def story(bench: Bench) -> None:
+            entry = bench.put(timer())
+            bench.send(entry)
+            bench.shard.dropped = True
+            assert not bench.shard.settle(entry, delivered(entry))
+            assert bench.shard.pending == {}
+            assert bench.shard.sending == {}
+            bench.shard.drop(NotOwner())
+
+        on_a_bench(story)
+
     def test_an_outcome_that_waits_for_its_commit_keeps_that_phase_when_it_is_written(self) -> None:
         async def story(bench: Bench) -> None:
             entry = bench.put(timer())
@@ -1577,8 +1645,6 @@ def unwanted(bench: Bench, how: str) -> None:
         bench.delete()
     elif how == "replaced":
         bench.write(timer(payload="2"))
-    elif how == "dropped":
-        bench.shard.drop(NotOwner())
     else:
         setattr(bench.shard, how, True)
 
