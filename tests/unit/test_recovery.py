@@ -702,9 +702,19 @@ def test_a_crash_leaves_everything_as_it_is() -> None:
         assert world.destinations.calls == []
         assert (await row_of(store)).owner_id == world.engine.membership.instance_id
         assert all(task.done() for task in world.engine._tasks)
+
+    with_store(story)
+
+
+def test_an_engine_that_has_stopped_claims_nothing_although_its_lease_still_runs() -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        world.engine.abandon()
+        world.engine._drop_all()
         await store.database.release([(await row_of(store)).fence])
+        assert world.engine.membership.may_claim()
         await world.engine.balance()
-        assert (await row_of(store)).owner_id is None, "what has stopped claims nothing"
+        assert (await row_of(store)).owner_id is None
+        assert world.engine.shards == {}
 
     with_store(story)
 
