@@ -719,6 +719,35 @@ def test_an_engine_that_has_stopped_claims_nothing_although_its_lease_still_runs
     with_store(story)
 
 
+def test_a_shard_whose_claim_comes_through_while_the_instance_stops_fires_nothing() -> None:
+    """Its deliveries would not be waited for, and its next owner would repeat them."""
+
+    async def story(world: World, store: HookedStore) -> None:
+        async def slow(attempt: Attempt) -> Outcome:
+            await asyncio.sleep(5)
+            return OK
+
+        world.destinations.answers[URL] = slow
+        first = next(f"t{n}" for n in range(100) if shard_of(f"t{n}", 2) == 0)
+        second = next(f"t{n}" for n in range(100) if shard_of(f"t{n}", 2) == 1)
+        await world.create(first, 100)
+        await world.create(second, 2_000)
+        await asyncio.sleep(0.5)
+        claimed = store.hold("claim")
+        await world.engine._release([world.engine.shards[1]])
+        balancing = asyncio.ensure_future(world.engine.balance())
+        await asyncio.sleep(0.5)
+        stopping = asyncio.ensure_future(world.engine.stop())
+        await asyncio.sleep(0.1)
+        claimed.set()
+        await balancing
+        assert 1 in world.engine.shards
+        await stopping
+        assert world.destinations.called() == [first]
+
+    with_store(story, namespaces__default_num_shards=2)
+
+
 # --- starting ------------------------------------------------------------------------------------
 
 
