@@ -635,6 +635,18 @@ def test_a_store_made_with_another_number_of_shards_refuses_the_start() -> None:
     run_virtual(told)
 
 
+def test_the_shards_of_a_new_namespace_are_claimed_before_it_is_answered() -> None:
+    async def story(world: World) -> None:
+        await world.service.create_namespace(NamespaceSpec(name="n", num_shards=20))
+        assert len(world.engine.shards) == 20
+        assert world.service.readiness() is None
+        world.engine.stopping = True
+        assert world.service.readiness() == "stopping"
+        world.engine.stopping = False
+
+    in_world(story)
+
+
 def test_a_namespace_is_there_also_if_its_shards_cannot_be_claimed_yet() -> None:
     async def story(world: World, store: FaultyStore) -> None:
         store.fail("claim", Fault.UNAVAILABLE)
