@@ -120,6 +120,23 @@ def test_a_timer_in_a_namespace_made_anew_is_fired_with_the_new_settings() -> No
     on_faulty(story)
 
 
+def test_a_timer_in_a_namespace_made_anew_is_held_while_the_namespaces_cannot_be_read() -> None:
+    """A reading that failed proves nothing: it must not fire with the settings of the deleted one."""
+
+    async def story(world: World, store: FaultyStore) -> None:
+        shop = await make_shop(world)
+        await create(world, 3_000)
+        seen = seen_namespaces(world)
+        world.engine.namespaces._by_name["shop"] = replace(shop, deleted=True, signing_secrets=())
+        store.fail("namespaces", *[Fault.UNAVAILABLE] * 12)
+        await asyncio.sleep(5)
+        assert seen == []
+        await asyncio.sleep(20)
+        assert seen == [shop]
+
+    on_faulty(story)
+
+
 def test_a_timer_that_is_left_in_a_deleted_namespace_fires_with_its_settings() -> None:
     async def story(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)

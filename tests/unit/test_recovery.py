@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 from engine_world import OK, URL, World
 from msgspec.structs import replace
 
+from duetime.config import Duration
 from duetime.delivery import Attempt
-from duetime.errors import NotOwner, NotReady, OutcomeUnknown, StoreUnavailable
+from duetime.engine import Engine
+from duetime.errors import NotOwner, NotReady, OutcomeUnknown, StoreError, StoreUnavailable
 from duetime.model import Created, NamespaceSpec, Outcome, TimerKey, TimerSpec, shard_of
-from duetime.store import Batch, Claim, Member, ShardRow
+from duetime.placement import owners
+from duetime.shard import Shard
+from duetime.store import Batch, Claim, Fence, Member, ShardRow
 from duetime.stores.memory import MemoryStore
+from duetime.telemetry import Telemetry
 from duetime.testing import make_reached, make_timer
 from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, VirtualLoop, run_virtual
 
 A = TimerKey("default", "a")
+ONE_SECOND = Duration(1_000)
 Hook = Callable[[], Awaitable[None]]
 
 
@@ -501,11 +508,11 @@ class Pair:
         self.lines: list[HookedStore] = []
         self.worlds: list[World] = []
 
-    async def enter(self, offset_ms: int = 0) -> World:
+    async def enter(self, offset_ms: int = 0, **settings: Any) -> World:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         line = HookedStore(self.database)
-        world = World(VirtualClock(loop, offset_ms), line.as_store)
+        world = World(VirtualClock(loop, offset_ms), line.as_store, **settings)
         for _ in self.worlds:
             world.new_instance()  # another seed
         self.lines.append(line)
@@ -699,6 +706,48 @@ def test_a_crash_leaves_everything_as_it_is() -> None:
     with_store(story)
 
 
+def test_an_engine_that_has_stopped_claims_nothing_although_its_lease_still_runs() -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        world.engine.abandon()
+        world.engine._drop_all()
+        await store.database.release([(await row_of(store)).fence])
+        assert world.engine.membership.may_claim()
+        await world.engine.balance()
+        assert (await row_of(store)).owner_id is None
+        assert world.engine.shards == {}
+
+    with_store(story)
+
+
+def test_a_shard_whose_claim_comes_through_while_the_instance_stops_fires_nothing() -> None:
+    """Its deliveries would not be waited for, and its next owner would repeat them."""
+
+    async def story(world: World, store: HookedStore) -> None:
+        async def slow(attempt: Attempt) -> Outcome:
+            await asyncio.sleep(5)
+            return OK
+
+        world.destinations.answers[URL] = slow
+        first = next(f"t{n}" for n in range(100) if shard_of(f"t{n}", 2) == 0)
+        second = next(f"t{n}" for n in range(100) if shard_of(f"t{n}", 2) == 1)
+        await world.create(first, 100)
+        await world.create(second, 2_000)
+        await asyncio.sleep(0.5)
+        claimed = store.hold("claim")
+        await world.engine._release([world.engine.shards[1]])
+        balancing = asyncio.ensure_future(world.engine.balance())
+        await asyncio.sleep(0.5)
+        stopping = asyncio.ensure_future(world.engine.stop())
+        await asyncio.sleep(0.1)
+        claimed.set()
+        await balancing
+        assert 1 in world.engine.shards
+        await stopping
+        assert world.destinations.called() == [first]
+
+    with_store(story, namespaces__default_num_shards=2)
+
+
 # --- starting ------------------------------------------------------------------------------------
 
 
@@ -835,14 +884,16 @@ def test_where_nobody_else_can_serve_the_shards_are_not_read_again() -> None:
 
 def test_the_death_of_a_member_is_noticed_when_it_is_due_and_not_a_heartbeat_later() -> None:
     async def story(pair: Pair) -> None:
-        a = await pair.enter()
-        b = await pair.enter()
+        a = await pair.enter(engine__heartbeat_interval="400ms")
+        b = await pair.enter(engine__heartbeat_interval="400ms")
         await asyncio.sleep(10.3)
+        beats = pair.lines[0].calls["heartbeat"]
         b.engine.abandon()
-        last_beat_ms = a.engine.membership._seen[b.engine.membership.instance_id][1]
         while len(a.engine.shards) < 16:
-            await asyncio.sleep(0.01)
-        assert a.clock.boot_ms() - last_beat_ms <= 3_500 + 100
+            last_beat_ms = a.engine.membership._seen[b.engine.membership.instance_id][1]
+            await asyncio.sleep(0.001)
+        assert a.clock.boot_ms() - last_beat_ms <= 3_501 + 60
+        assert pair.lines[0].calls["heartbeat"] - beats <= 12, "and until then no sooner than usual"
 
     of_pair(story)
 
@@ -850,17 +901,51 @@ def test_the_death_of_a_member_is_noticed_when_it_is_due_and_not_a_heartbeat_lat
 # --- purging -------------------------------------------------------------------------------------
 
 
-def test_every_shard_is_purged_once_a_minute_and_one_in_trouble_waits_for_the_next() -> None:
+def test_every_shard_is_purged_once_a_minute_and_one_in_trouble_waits_for_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def story(world: World, store: HookedStore) -> None:
-        await asyncio.sleep(120.5)
-        before = store.calls["purge_reached"]
-        await asyncio.sleep(60)
-        assert store.calls["purge_reached"] == before + 2
-        store.fail("purge_reached", *[Fault.UNAVAILABLE] * 2)
-        await asyncio.sleep(60)
-        assert store.calls["purge_reached"] == before + 4, "an error is not repeated at once"
+        purged: list[int] = []
+        purge = world.engine._purge
 
-    with_store(story, namespaces__default_num_shards=2)
+        async def noting(shards: list[Shard], troubles: list[StoreError]) -> list[Shard]:
+            purged.extend(shard.shard_id for shard in shards)
+            return await purge(shards, troubles)
+
+        world.engine._purge = noting  # type: ignore[method-assign]
+        await asyncio.sleep(60.5)
+        assert sorted(purged) == [0, 1, 2]
+        store.fail("purge_reached", *[Fault.UNAVAILABLE] * 3)
+        await asyncio.sleep(60)
+        assert sorted(purged) == [0, 0, 1, 1, 2, 2], "an error is not repeated at once"
+        assert "could not purge what is past its retention: injected" in caplog.text
+        await asyncio.sleep(60)
+        assert sorted(purged) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert "purging again" in caplog.text
+
+    with caplog.at_level("INFO", "duetime"):
+        with_store(story, namespaces__default_num_shards=3)
+
+
+class OneShardInTrouble(MemoryStore):
+    """A purge of several shards: one of them answers with an error of its own."""
+
+    async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:  # type: ignore[override]
+        results = await super().purge_reached(fences, before_ms, limit)
+        return [
+            StoreUnavailable("no quorum") if fence.shard_id == 0 else r
+            for fence, r in zip(fences, results, strict=True)
+        ]
+
+
+def test_a_shard_whose_purge_fails_alone_is_reported_and_not_asked_again_at_once() -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        troubles: list[StoreError] = []
+        assert await world.engine._purge(list(world.engine.shards.values()), troubles) == []
+        assert [str(trouble) for trouble in troubles] == ["no quorum"]
+        assert len(world.engine.shards) == 2
+
+    with_store(story, OneShardInTrouble, namespaces__default_num_shards=2)
 
 
 def test_nothing_is_purged_before_its_time_and_everything_after_it_however_much_it_is() -> None:
@@ -906,3 +991,252 @@ def test_a_spec_without_a_shard_waits_for_the_shard() -> None:
         assert world.destinations.called() == ["a"]
 
     with_store(story)
+
+
+# --- what is said, and how often -----------------------------------------------------------------
+
+
+def test_shards_that_are_lost_together_are_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        for shard_id in range(4):
+            await claim_for_another(store, shard_id)
+        await asyncio.sleep(0.01)
+        await world.engine.balance()
+        await asyncio.sleep(0)
+        assert [r.getMessage() for r in caplog.records] == ["4 shards are another's now"]
+        await asyncio.sleep(10)  # the other one is dead by now, and the shards are claimed again
+        caplog.clear()
+        await claim_for_another(store, 2, "a third")
+        await asyncio.sleep(0.01)
+        await world.engine.balance()
+        await asyncio.sleep(0)
+        assert [r.getMessage() for r in caplog.records] == ["1 shards are another's now"]
+
+    with caplog.at_level("WARNING", "duetime"):
+        with_store(story, namespaces__default_num_shards=4)
+
+
+def test_a_drain_says_that_deliveries_may_be_repeated_only_if_they_may(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        async def hangs(attempt: Attempt) -> Outcome:
+            await asyncio.sleep(3)
+            return OK
+
+        world.destinations.answers[URL] = hangs
+        await world.create("a", 100)
+        await asyncio.sleep(0.5)
+        await world.engine._release(list(world.engine.shards.values()))
+        assert "drain timeout" not in caplog.text
+        await asyncio.sleep(5)
+        assert world.engine.shards
+        world.engine._config = replace(world.config, server=replace(world.config.server, drain_timeout=ONE_SECOND))
+        await world.engine._release(list(world.engine.shards.values()))
+        assert "drain timeout" not in caplog.text
+        await asyncio.sleep(5)
+        await world.create("b", 100)
+        await asyncio.sleep(0.5)
+        await world.engine._release(list(world.engine.shards.values()))
+        assert caplog.text.count("drain timeout") == 1
+
+    with caplog.at_level("WARNING", "duetime"):
+        with_store(story)
+
+
+def test_a_recovery_that_fails_is_in_the_log_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        store.fail("commit", Fault.LOST_THEN_UNKNOWN)
+        store.fail("claim", Fault.UNAVAILABLE)
+        await creating(world)
+        assert caplog.text.count("shards are not recovered yet: injected") == 1
+        assert caplog.text.count("shards are recovered") == 1
+
+    with caplog.at_level("INFO", "duetime"):
+        with_store(story)
+
+
+@pytest.mark.parametrize("call", ["members", "namespaces", "join"])
+def test_what_keeps_an_instance_from_looking_at_the_cluster_is_in_the_log(
+    call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        store.fail(call, *[Fault.UNAVAILABLE] * 2)
+        if call == "join":
+            [me] = await store.database.members()
+            await store.database.mark_dead(me.instance_id, me.counter)
+        await asyncio.sleep(5)
+        assert caplog.text.count("could not look at the cluster: injected") >= 1
+        assert caplog.text.count("the cluster is in sight again") >= 1
+
+    with caplog.at_level("INFO", "duetime"):
+        with_store(story)
+
+
+def test_a_start_whose_claims_fail_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def told(clock: VirtualClock) -> None:
+        store = HookedStore(MemoryStore(clock))
+        world = World(clock, store.as_store)
+        store.fail("claim", Fault.UNAVAILABLE)
+        await world.start()
+        assert caplog.text.count("could not look at the cluster: injected") == 1
+        await world.engine.stop()
+
+    with caplog.at_level("WARNING", "duetime"):
+        run_virtual(told)
+
+
+def test_a_second_internal_error_is_not_a_second_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        async def wrong() -> None:
+            raise ZeroDivisionError("a bug")
+
+        world.engine._spawn(wrong())
+        world.engine._spawn(wrong())
+        await asyncio.sleep(1)
+        assert [record.levelname for record in caplog.records].count("CRITICAL") == 1
+        assert store.calls["mark_dead"] == 1
+
+    with caplog.at_level("WARNING"):
+        with_store(story)
+
+
+def test_a_stop_is_no_error_for_the_tasks_that_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        await world.engine.stop()
+        await asyncio.sleep(0.1)
+        assert caplog.records == []
+
+    with caplog.at_level("WARNING"):
+        with_store(story)
+
+
+# --- one at a time -------------------------------------------------------------------------------
+
+
+def test_a_look_that_hangs_is_not_begun_a_second_time() -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        before = store.calls["members"]
+        held = store.hold("members")
+        await asyncio.sleep(20)
+        assert store.calls["members"] - before <= 2, "one for the heartbeats, and one for the sweeps"
+        assert world.engine.membership.may_fire(), "heartbeats do not wait for it"
+        held.set()
+
+    with_store(story)
+
+
+def test_a_shard_that_was_dropped_is_not_claimed_by_its_recovery() -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        world.engine.membership.wait_before_claims()  # nothing else claims
+        store.fail("commit", Fault.LOST_THEN_UNKNOWN)
+        store.fail("claim", *[Fault.UNAVAILABLE] * 3)
+        create = creating(world)
+        await asyncio.sleep(0.01)
+        before = await row_of(store)
+        claims = store.calls["claim"]
+        world.engine._drop_all()
+        with pytest.raises(OutcomeUnknown):
+            await create
+        await asyncio.sleep(2)
+        assert store.calls["claim"] == claims
+        assert (await row_of(store)).version == before.version
+
+    with_store(story)
+
+
+def test_the_end_of_an_old_shard_leaves_the_one_that_was_claimed_after_it_alone() -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        old = world.engine.shards[0]
+        await world.engine._release([old])
+        await world.engine.balance()
+        new = world.engine.shards[0]
+        assert new is not old
+        world.engine._drop(old, NotOwner())
+        assert world.engine.shards == {0: new}
+        assert not new.dropped
+        world.engine._drop(new, NotOwner())
+        world.engine._drop(new, NotOwner())
+        assert world.engine.shards == {}
+
+    with_store(story)
+
+
+def test_a_free_shard_is_left_to_the_member_that_should_have_it() -> None:
+    async def story(pair: Pair) -> None:
+        a = await pair.enter()
+        b = await pair.enter()
+        await asyncio.sleep(10)
+        target = owners(16, a.engine.membership.fit)
+        shard_id = next(n for n, owner in enumerate(target) if owner == b.engine.membership.instance_id)
+        pair.lines[1].hold("shards")  # b does not look
+        await pair.database.release([b.engine.shards[shard_id].fence])
+        await a.engine.balance()
+        assert (await pair.database.shards())[shard_id].owner_id is None
+        pair.lines[1]._held["shards"].set()
+        await asyncio.sleep(10)
+        assert (await pair.database.shards())[shard_id].owner_id == b.engine.membership.instance_id
+        assert await is_served_once(pair)
+
+    of_pair(story)
+
+
+def test_where_nobody_else_can_serve_a_clock_that_is_off_releases_nothing() -> None:
+    async def told(clock: VirtualClock) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        store = HookedStore(ExclusiveStore(clock))
+        own_clock = VirtualClock(loop)
+        world = World(own_clock, store.as_store)
+        await world.start()
+        own_clock.offset_ms = 10_000
+        await asyncio.sleep(5)
+        assert world.engine.membership.is_skewed
+        assert len(world.engine.shards) == 16
+        assert store.calls["release"] == 0
+        await world.engine.stop()
+
+    run_virtual(told)
+
+
+def test_when_the_lease_is_renewed_what_has_become_due_fires_at_once() -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        await asyncio.sleep(0.7)
+        store.fail("heartbeat", *[Fault.UNAVAILABLE] * 9)
+        await world.create("a", 4_000)
+        while world.engine.membership.may_fire():
+            await asyncio.sleep(0.001)
+        while not world.engine.membership.may_fire():
+            await asyncio.sleep(0.001)
+        renewed_ms = world.clock.wall_ms()
+        await asyncio.sleep(2)
+        [(fired_at_ms, _, _)] = world.destinations.calls
+        assert fired_at_ms <= renewed_ms, "it waits for no sweep"
+
+    with_store(story)
+
+
+# --- an engine that was just made ----------------------------------------------------------------
+
+
+def test_before_the_start_an_engine_knows_no_shards_and_its_random_numbers_are_its_own() -> None:
+    async def told(clock: VirtualClock) -> None:
+        world = World(clock, MemoryStore(clock))
+        assert world.engine.rows == {}
+        assert world.engine.readiness() == "starting"
+
+        def new_engine(rng: random.Random | None) -> Engine:
+            return Engine(world.config, world.store, world.destinations, clock, Telemetry(), address="test:1", rng=rng)
+
+        assert new_engine(random.Random(7)).new_id() == new_engine(random.Random(7)).new_id()
+        assert new_engine(None).new_id() != new_engine(None).new_id()
+
+    run_virtual(told)
+
+
+def test_the_nonce_of_a_claim_fits_into_a_signed_integer_of_64_bits() -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        nonces = {shard.fence.nonce for shard in world.engine.shards.values()}
+        assert len(nonces) == 64
+        assert max(nonces) < 2**63
+        assert min(nonces) >= 0
+
+    with_store(story, namespaces__default_num_shards=64)

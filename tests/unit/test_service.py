@@ -33,7 +33,17 @@ from duetime.model import (
 )
 from duetime.namespaces import FRESH_FOR_MS, Namespaces
 from duetime.shard import Shard
-from duetime.store import Capabilities, GuardedStore, ListQuery, ShardRow, guarded, open_store
+from duetime.store import (
+    Capabilities,
+    Claim,
+    GuardedStore,
+    Listing,
+    ListQuery,
+    Member,
+    ShardRow,
+    guarded,
+    open_store,
+)
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
@@ -625,6 +635,18 @@ def test_a_store_made_with_another_number_of_shards_refuses_the_start() -> None:
     run_virtual(told)
 
 
+def test_the_shards_of_a_new_namespace_are_claimed_before_it_is_answered() -> None:
+    async def story(world: World) -> None:
+        await world.service.create_namespace(NamespaceSpec(name="n", num_shards=20))
+        assert len(world.engine.shards) == 20
+        assert world.service.readiness() is None
+        world.engine.stopping = True
+        assert world.service.readiness() == "stopping"
+        world.engine.stopping = False
+
+    in_world(story)
+
+
 def test_a_namespace_is_there_also_if_its_shards_cannot_be_claimed_yet() -> None:
     async def story(world: World, store: FaultyStore) -> None:
         store.fail("claim", Fault.UNAVAILABLE)
@@ -746,3 +768,98 @@ def test_what_a_store_says_nothing_about_is_the_careful_choice() -> None:
     assert ListQuery(namespace="n", num_shards=1).limit == 100
     row = ShardRow(3)
     assert (row.version, row.nonce, row.owner_id, row.claimed_at_ms) == (0, 0, None, 0)
+
+
+# --- on the way to an answer ----------------------------------------------------------------------
+
+
+def test_a_create_for_a_shard_that_closes_waits_for_its_next_owner() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        shard = world.engine.shards[0]
+        shard.draining = shard.closing = True
+        creating = asyncio.ensure_future(world.create("a", HOUR_MS))
+        await asyncio.sleep(0.5)
+        assert not creating.done()
+        await world.engine._release([shard])
+        assert (await creating).replaced is False
+        assert world.engine.shards[0] is not shard
+
+    on_faulty(story, namespaces__default_num_shards=1)
+
+
+def test_who_is_not_the_first_to_make_a_namespace_on_first_use_uses_it() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        putting = store.hold("put_namespace")
+        spec = TimerSpec(namespace="new", timer_id="a", delay_ms=HOUR_MS, callback_url=URL)
+        creating = [asyncio.ensure_future(world.service.create(replace(spec, timer_id=f"t{n}"))) for n in range(3)]
+        await asyncio.sleep(1)
+        assert store.calls["put_namespace"] == 4, "and one at the start"
+        putting.set()
+        assert [(await each).view.state for each in creating] == [State.SCHEDULED] * 3
+
+    on_faulty(story, namespaces__create_on_first_use=True)
+
+
+def test_a_list_of_the_scheduled_ends_with_them() -> None:
+    async def story(world: World) -> None:
+        await world.create("a", HOUR_MS)
+        _, cursor = await world.service.list_timers(TimerFilter(namespace="default", state=State.SCHEDULED))
+        assert cursor is None
+
+    in_world(story)
+
+
+def test_a_name_may_have_255_bytes() -> None:
+    async def story(world: World) -> None:
+        assert (await world.service.create_namespace(NamespaceSpec(name="n" * 255))).name == "n" * 255
+
+    in_world(story)
+
+
+def test_where_nobody_else_can_write_a_namespace_is_deleted_at_once() -> None:
+    async def story(world: World) -> None:
+        await _make_shop(world)
+        began_ms = world.clock.boot_ms()
+        await world.service.delete_namespace("shop")
+        assert world.clock.boot_ms() == began_ms
+
+    in_world(story, new_store=ExclusiveStore)
+
+
+def test_a_namespace_whose_deletion_is_taken_back_has_a_revision_of_its_own() -> None:
+    """Whoever has read it in between must not be able to overwrite it."""
+
+    async def story(world: World, store: FaultyStore) -> None:
+        shop = await _make_shop(world)
+        await world.service.create(TimerSpec(namespace="shop", timer_id="a", delay_ms=HOUR_MS))
+        looks = 0
+        real = store._store.list_timers
+
+        async def empty_at_first(query: ListQuery) -> Listing:
+            nonlocal looks
+            looks += 1
+            return Listing() if looks == 1 else await real(query)
+
+        store._store.list_timers = empty_at_first  # type: ignore[method-assign]
+        with pytest.raises(Conflict):
+            await world.service.delete_namespace("shop")
+        back = await world.service.get_namespace("shop")
+        assert (back.revision, back.deleted) == (shop.revision + 2, False)
+
+    on_faulty(story)
+
+
+def test_without_a_way_to_the_others_their_status_says_so_and_their_shards_are_not_served() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await store.join(Member("another", "elsewhere:1", 0, True, 0))
+        await world.engine.balance()
+        status = await world.service.cluster_status()
+        assert [member.unreachable is None for member in status.members if member.alive] == [False, True]
+        await world.engine._release(list(world.engine.shards.values()))
+        row = (await store.shards())[0]
+        await store.claim([Claim(0, row.version, 1, "another", "elsewhere:1", 0)])
+        with pytest.raises(DuetimeError) as caught:
+            await world.create("a", HOUR_MS)
+        assert caught.value.status == 503
+
+    on_faulty(story, namespaces__default_num_shards=1)
