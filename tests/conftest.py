@@ -2,7 +2,13 @@
 
 import signal
 
+import hypothesis
+
 pytest_plugins = ["servers"]
 
 # A shell starts what it runs in the background (`make test &`) with SIGINT ignored, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test depends on how fast the machine is.
+hypothesis.settings.register_profile("duetime", deadline=None)
+hypothesis.settings.load_profile("duetime")

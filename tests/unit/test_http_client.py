@@ -125,7 +125,7 @@ async def test_a_connection_given_to_a_call_that_was_just_cancelled_goes_to_the_
         second.cancel()  # it has got the connection, and has had no turn yet to take it
 
     async with answering(OK) as server:
-        client._release = release_and_cancel  # type: ignore[method-assign, assignment]
+        client._release = release_and_cancel  # type: ignore[method-assign]
         first, second, third = (asyncio.create_task(post(client, server, timeout_ms=20_000)) for _ in range(3))
         assert (await first).body == b"ok"
         with pytest.raises(asyncio.CancelledError):
