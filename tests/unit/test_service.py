@@ -22,7 +22,6 @@ from duetime.model import (
     NamespaceSpec,
     Outcome,
     State,
-    Timer,
     TimerFilter,
     TimerKey,
     TimerPatch,
@@ -36,6 +35,7 @@ from duetime.shard import Shard
 from duetime.store import (
     Capabilities,
     Claim,
+    Found,
     GuardedStore,
     Listing,
     ListQuery,
@@ -316,12 +316,14 @@ def test_a_create_that_is_taken_back_leaves_what_was_written_over_it_alone() -> 
         spec = TimerSpec(namespace="shop", timer_id="a", delay_ms=HOUR_MS)
         first = (await world.service.create(spec)).view.timer
         second = (await world.service.create(replace(spec, payload="2"))).view.timer
-        await world.service._owner._remove(shard, first)
+        with pytest.raises(OutcomeUnknown):
+            await world.service._owner._remove(shard, first)
         assert (await store.get_many([(0, SHOP)]))[0].timer == second
         await world.service._owner._remove(shard, second)
         assert (await store.get_many([(0, SHOP)]))[0].timer is None
         commits = store.calls["commit"]
-        await world.service._owner._remove(shard, second)
+        with pytest.raises(OutcomeUnknown):  # it is over: it may have fired
+            await world.service._owner._remove(shard, second)
         assert store.calls["commit"] == commits, "there is nothing to remove"
 
     on_faulty(story, namespaces__default_num_shards=1)
@@ -338,14 +340,43 @@ def test_where_a_create_cannot_be_taken_back_nobody_knows_what_became_of_it() ->
         await asyncio.sleep(4)
         shard = world.engine.shards[0]
 
-        async def fails(shard: Shard, timer: Timer) -> None:
+        async def fails(shard: Shard, key: TimerKey) -> Found:
             raise StoreUnavailable("away")
 
-        world.service._owner._remove = fails  # type: ignore[method-assign]
+        world.service._owner._find = fails  # type: ignore[method-assign]
         commit.set()
         with pytest.raises(OutcomeUnknown, match="the timer may be left in it: away"):
             await creating
         assert not shard.dropped
+
+    on_faulty(story, namespaces__default_num_shards=1)
+
+
+def test_a_create_that_has_begun_to_fire_is_not_said_to_be_refused() -> None:
+    """Its namespace was deleted before its commit could be acknowledged; by then its callback is under way."""
+
+    async def story(world: World, store: FaultyStore) -> None:
+        shop = await _make_shop(world)
+        answered = asyncio.Event()
+
+        async def slow(attempt: Attempt) -> Outcome:
+            await answered.wait()
+            return Outcome(Contact.ANSWERED, 200)
+
+        world.destinations.answers[URL] = slow
+        commit, reading = store.hold("commit"), store.hold("namespaces")
+        spec = TimerSpec(namespace="shop", timer_id="a", delay_ms=10, callback_url=URL)
+        creating = asyncio.ensure_future(world.service.create(spec))
+        await asyncio.sleep(0.1)
+        await store.put_namespace(replace(shop, deleted=True, revision=1), 0)
+        await asyncio.sleep(4)
+        commit.set()
+        await asyncio.sleep(1)
+        assert world.destinations.called() == ["a"]
+        reading.set()
+        with pytest.raises(OutcomeUnknown, match="has begun to fire"):
+            await creating
+        answered.set()
 
     on_faulty(story, namespaces__default_num_shards=1)
 

@@ -45,8 +45,18 @@ async def owned(store: SqliteStore) -> Fence:
     return row.fence
 
 
+_earlier: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_earlier_tests() -> None:
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
+
+
 def our_threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("duetime-sqlite")}
+    new = [thread for thread in threading.enumerate() if thread not in _earlier]
+    return {thread.name for thread in new if thread.name.startswith("duetime-sqlite")}
 
 
 # --- opening and closing -------------------------------------------------------------------------
