@@ -15,6 +15,7 @@ from duetime.delivery import Attempt
 from duetime.errors import Conflict, DuetimeError, InvalidField, NotFound, OutcomeUnknown, SetupError, StoreUnavailable
 from duetime.model import (
     SHARDS_MAX,
+    Contact,
     Created,
     Ending,
     Missed,
