@@ -75,3 +75,29 @@ def test_a_url_that_could_be_misread_is_refused(url: str, problem: str) -> None:
 def test_a_header_that_could_smuggle_another_is_refused(name: str, value: str) -> None:
     with pytest.raises(ValueError, match="header"):
         request_head("POST", parse_target("http://a/"), {name: value})
+
+
+def test_a_url_at_the_limits_is_taken() -> None:
+    longest = "http://shop.example/" + "x" * (2048 - 20)
+    assert len(longest) == 2048
+    assert parse_target(longest).path == "/" + "x" * 2028
+    with pytest.raises(ValueError, match="at most 2048 bytes"):
+        parse_target(longest + "x")
+    assert parse_target("http://shop.example:65535/").port == 65_535
+    assert parse_target("http://shop.example:1/").port == 1
+    assert parse_target("http://shop.example./").host == "shop.example."
+    assert parse_target(f"http://{'a' * 63}.example/").host == f"{'a' * 63}.example"
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http://shop.example/\x7f", "spaces or control characters"),
+        ("HTTP://u@shop.example/", "user name or password"),
+        ("http:shop.example", "absolute URL"),
+        ("http", "absolute URL"),
+    ],
+)
+def test_what_is_wrong_with_a_url_is_told_apart(url: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_target(url)
