@@ -512,3 +512,24 @@ async def test_https_to_a_server_that_speaks_http_is_a_tls_error() -> None:
         with pytest.raises(HttpError, match="TLS: "):
             await client.request("POST", f"https://callback.test:{server.port}/", timeout_ms=5_000)
         await client.close()
+
+
+async def test_a_kept_connection_that_is_closed_is_replaced_by_a_fresh_one_not_by_another_kept_one(
+    client: HttpClient,
+) -> None:
+    """After a restart of the server all kept connections are closed."""
+    both = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        await server.read_request(reader)
+        if number == 2:
+            both.set()
+        await both.wait()
+        writer.write(OK)
+        await server.read_request(reader)  # on a kept connection: closed without an answer
+
+    async with serving(handler) as server:
+        await asyncio.gather(post(client, server), post(client, server))
+        assert (await post(client, server)).body == b"ok"
+        assert server.connections == 3
+        assert len(server.requests) == 4
