@@ -293,10 +293,12 @@ def test_a_forwarded_write_is_not_carried_out_in_a_deleted_namespace(kind: str) 
             "fireNow": FireNowOrder(KEY),
             "replay": ReplayOrder(KEY),
         }[kind]
+        commits = store.calls["commit"]
         with pytest.raises(NotFound) as caught:
             await world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, order))  # type: ignore[arg-type]
         assert caught.value.code == "namespace_not_found"
         assert (await store.get_many([(0, KEY)]))[0] == before
+        assert store.calls["commit"] == commits, "not even for a moment, in which it might fire"
 
     on_faulty(story)
 

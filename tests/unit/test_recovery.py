@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -1240,3 +1240,68 @@ def test_the_nonce_of_a_claim_fits_into_a_signed_integer_of_64_bits() -> None:
         assert min(nonces) >= 0
 
     with_store(story, namespaces__default_num_shards=64)
+
+
+# --- sweeps and accounts -------------------------------------------------------------------------
+
+
+def test_once_a_second_everything_that_a_lost_wake_up_could_delay_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        calls: Counter[str] = Counter()
+
+        def count(thing: object, name: str) -> None:
+            real = getattr(thing, name)
+
+            def counted(*args: Any) -> Any:
+                calls[name] += 1
+                return real(*args)
+
+            monkeypatch.setattr(thing, name, counted)
+
+        engine = world.engine
+        for thing, name in (
+            (engine.fire_loop.flow, "measure"),
+            (engine.fire_loop.flow, "resume"),
+            (engine.horizon, "relieve"),
+            (engine.fire_loop, "wake"),
+            (engine.shards[0], "expire"),
+        ):
+            count(thing, name)
+        await asyncio.sleep(10.2)
+        assert (calls["measure"], calls["resume"], calls["relieve"], calls["expire"]) == (10, 10, 10, 10)
+        assert calls["wake"] == 30, "and with both heartbeats of a second"
+        assert (engine.telemetry.loop_lag_seconds.count, engine.telemetry.loop_lag_seconds.sum) == (10, 0.0)
+
+    with_store(story)
+
+
+def test_what_is_written_and_deleted_is_counted_in_memory_and_taken_out_of_the_heap() -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        engine = world.engine
+        await asyncio.sleep(2)
+        for number in range(3):
+            await world.create(f"t{number}", 20_000)
+        assert (engine.horizon.weight, len(engine.fire_loop.armed_tickets())) == (3, 3)
+        await world.create("t0", 25_000)
+        assert (engine.horizon.weight, len(engine.fire_loop.armed_tickets())) == (3, 3)
+        for number in range(3):
+            await world.service.delete(TimerKey("default", f"t{number}"))
+        assert (engine.horizon.weight, len(engine.fire_loop.armed_tickets())) == (0, 0)
+
+    with_store(story)
+
+
+def test_a_reading_that_was_overtaken_by_a_write_is_made_again() -> None:
+    async def story(world: World, store: HookedStore) -> None:
+        async def meanwhile() -> None:
+            await world.create("a", 20_000, payload="2")
+
+        await asyncio.sleep(2)
+        store.after["get_many"].append(meanwhile)
+        found = await world.service._owner._find(world.engine.shards[0], A)
+        assert found.timer is not None
+        assert found.timer.payload == "2"
+
+    with_store(story)

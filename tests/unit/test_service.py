@@ -12,7 +12,16 @@ from engine_world import OK, URL, World, in_world
 from msgspec.structs import replace
 
 from duetime.delivery import Attempt
-from duetime.errors import Conflict, DuetimeError, InvalidField, NotFound, OutcomeUnknown, SetupError, StoreUnavailable
+from duetime.errors import (
+    Conflict,
+    DuetimeError,
+    InvalidField,
+    NotFound,
+    OutcomeUnknown,
+    SetupError,
+    StoreUnavailable,
+    UnreadableTimer,
+)
 from duetime.model import (
     SHARDS_MAX,
     Contact,
@@ -214,7 +223,7 @@ def test_a_delete_while_the_first_of_two_writes_is_in_flight_finds_the_timer_as_
         answered = hanging(world)
         await world.create("a", 100)
         await asyncio.sleep(1)
-        await world.service.update(A, TimerPatch(delay_ms=90_000))
+        await world.service.update(A, TimerPatch(delay_ms=20_000))
         assert await world.service.delete(A) is Verdict.IN_FLIGHT
         reached = (await world.get("a")).reached
         assert reached is not None
@@ -277,6 +286,8 @@ def test_what_is_empty_is_stored_as_absent_and_a_missed_fire_policy_alone_is_kep
     async def story(world: World) -> None:
         plain = await world.create("a", HOUR_MS, headers={})
         assert plain.view.timer.extras.headers is None
+        tagged = await world.create("a", HOUR_MS, headers={}, tags=("red",))
+        assert (tagged.view.timer.extras.headers, tagged.view.timer.extras.tags) == (None, ("red",))
         missed = Missed(skip_if_late_by_ms=5)
         kept = await world.create("b", HOUR_MS, missed=missed)
         assert kept.view.timer.extras.missed == missed
@@ -287,17 +298,17 @@ def test_what_is_empty_is_stored_as_absent_and_a_missed_fire_policy_alone_is_kep
     in_world(story)
 
 
-def test_a_find_that_is_overtaken_by_a_write_looks_again() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
-        shard = world.engine.shards[shard_of("a", 16)]
-        reading = store.hold("get_many")
-        finding = asyncio.ensure_future(world.service._owner._find(shard, A))
-        await asyncio.sleep(0.1)
-        created = await world.create("a", 5_000)  # a create does not wait for readers of another kind
-        reading.set()
-        assert (await finding).timer == created.view.timer
+def test_a_timer_that_cannot_be_decoded_is_not_replayed_over() -> None:
+    async def story(world: World) -> None:
+        await world.create("a", 100)
+        await asyncio.sleep(1)
+        await world.create("a", HOUR_MS)
+        assert isinstance(world.store, MemoryStore)
+        world.store.spoil_timer(shard_of("a", 16), A)
+        with pytest.raises(UnreadableTimer):
+            await world.service.replay(A)
 
-    on_faulty(story)
+    in_world(story)
 
 
 # --- a namespace that was deleted meanwhile ------------------------------------------------------

@@ -257,3 +257,75 @@ def test_the_answer_stays_small_however_many_shards_there_are() -> None:
         assert [shard.shard_id for shard in detailed.shards or ()] == list(range(16_384))
 
     in_cluster("a", story)
+
+
+def test_shards_are_counted_by_whether_they_are_owned_free_or_of_the_dead() -> None:
+    async def story(cluster: Cluster) -> None:
+        a, b = cluster.worlds["a"].engine, cluster.worlds["b"].engine
+        of_b = len(b.shards)
+        b.abandon()
+        (row,) = [m for m in await cluster.store.members() if m.instance_id == b.membership.instance_id]
+        assert await cluster.store.mark_dead(row.instance_id, row.counter)
+        free = list(a.shards.values())[:2]
+        await cluster.store.release([shard.fence for shard in free])
+        counts = (await cluster.ask()).shard_counts
+        assert (counts.total, counts.owned, counts.free, counts.of_dead) == (16, 14 - of_b, 2, of_b)
+
+    in_cluster("ab", story)
+
+
+def test_each_shard_is_shown_with_its_memory_and_horizon_where_it_is_owned() -> None:
+    async def story(cluster: Cluster) -> None:
+        a = cluster.worlds["a"]
+        await a.create("t0", 20_000)
+        service = a.service
+        assert (await service.cluster_status()).shards is None
+        shards = (await service.cluster_status(with_shards=True)).shards
+        assert shards is not None
+        assert len(shards) == 16
+        own = [shard for shard in shards if shard.shard_id in a.engine.shards]
+        assert 0 < len(own) < 16
+        for shard in own:
+            assert shard.in_memory == len(a.engine.shards[shard.shard_id].entries)
+            assert shard.horizon_ms == a.engine.shards[shard.shard_id].horizon.execute_at_ms > a.clock.wall_ms()
+        others = [shard for shard in shards if shard.shard_id not in a.engine.shards]
+        assert {(shard.in_memory, shard.horizon_ms) for shard in others} == {(None, None)}
+
+    in_cluster("ab", story)
+
+
+def test_lateness_and_age_of_the_cluster_are_those_of_its_worst_member() -> None:
+    async def story(cluster: Cluster) -> None:
+        a, b = cluster.worlds["a"].engine, cluster.worlds["b"].engine
+        for _ in range(10):
+            a.telemetry.lateness.observe(0.001)
+            b.telemetry.lateness.observe(1.0)
+        status = await cluster.ask()
+        quick, slow = own_words(status, "a"), own_words(status, "b")
+        p50 = b.telemetry.lateness.quantile(0.5)
+        assert p50 is not None
+        assert slow.lateness_p50_ms == slow.lateness_p99_ms == p50 * 1_000 >= 1_000
+        assert quick.lateness_p50_ms is not None
+        assert quick.lateness_p50_ms < 1_000
+        assert (status.lateness_p50_ms, status.lateness_p99_ms) == (slow.lateness_p50_ms, slow.lateness_p99_ms)
+
+    in_cluster("ab", story)
+
+
+def test_only_destinations_that_timers_wait_for_are_named() -> None:
+    async def story(cluster: Cluster) -> None:
+        a = cluster.worlds["a"]
+        assert own_words(await cluster.ask(), "a").held_for == ()
+
+        async def hangs(attempt: Attempt) -> Outcome:
+            await asyncio.sleep(100)
+            return OK
+
+        a.destinations.answers[URL] = hangs
+        a.destinations.answers["http://idle.test/"] = hangs
+        await a.create("idle", 500, callback_url="http://idle.test/")
+        await asyncio.gather(*(a.create(f"t{n}", 500) for n in range(300)))
+        await asyncio.sleep(2)
+        assert [place.destination for place in own_words(await cluster.ask(), "a").held_for] == [URL]
+
+    in_cluster("a", story)
