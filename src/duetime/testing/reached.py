@@ -19,6 +19,7 @@ __all__ = ["MODULES", "Place", "Statement", "Tracer", "statements_of"]
 
 # Engine, cluster and service.
 MODULES = (
+    "duetime.api.peers",
     "duetime.engine",
     "duetime.firing",
     "duetime.flow",
@@ -27,6 +28,8 @@ MODULES = (
     "duetime.membership",
     "duetime.namespaces",
     "duetime.owner",
+    "duetime.peer_calls",
+    "duetime.peer_wire",
     "duetime.placement",
     "duetime.service",
     "duetime.shard",

@@ -328,6 +328,8 @@ class World:
 
     async def restart(self, instance: Instance, seconds: float) -> None:
         """A process that ended at once is started again after a while."""
+        if instance.name not in self.instances:
+            return  # something else has ended it in the same moment
         self.crash(instance)
         await asyncio.sleep(seconds)
         self.launch()
@@ -398,6 +400,8 @@ class World:
 
     async def _replace(self, victim: Instance) -> None:
         """One leaves in order, another comes; where there can be only one, after it."""
+        if victim.name not in self.instances:
+            return  # something else has ended it in the same moment
         departure = self.outside(self.depart(victim))
         self._changes.append(departure)
         if self.settings.exclusive:
