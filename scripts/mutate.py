@@ -12,9 +12,10 @@ why.
     python -m scripts.mutate shard --tests tests/unit/test_engine.py
     make mutate MODULES="shard lane"
 
-Prints every survivor that nobody has judged, as a diff, and a summary. Ends with 1 if there is one. To judge a
-survivor, copy what is printed below it into scripts/mutate_survivors.toml and add the reason. Nothing in the source
-tree is changed: a mutant exists only in the memory of its own process. Tests that start other processes do not see it.
+Prints every survivor that is not in scripts/mutate_survivors.toml, as a diff, and a summary. The exit code is 1 if
+there is one. To accept a survivor, copy what is printed below it into scripts/mutate_survivors.toml and add the reason.
+Nothing in the source tree is changed: a mutant exists only in the memory of its own process. Tests that start other
+processes do not see it.
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 
 SURVIVED, BY_TESTS, BY_SIMULATOR = 0, 10, 11  # exit codes of the process of a mutant
-# Databases of tests are made where a sync costs nothing, if there is such a place.
+# Databases of tests are made in memory, where a sync is fast, if possible.
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108
-MEMORY_MAX = 4 << 30  # bytes: a mutant that collects without end must not take the machine with it
+MEMORY_MAX = 4 << 30  # bytes: a mutant that allocates without end must not use up the memory of the machine
 
 
 class Patience:
@@ -189,7 +190,7 @@ def exchange_functions(code: CodeType, functions: list[FunctionType]) -> bool:
 
 def exchange_constants(code: CodeType) -> bool:
     """Give a module that is imported already the plain values that the changed one would have. That is not all of what
-    an import does, so a mutant that survives this is imported; but most do not, and are done in no time."""
+    an import does, so a mutant that survives this is imported; but most do not survive, and this is much faster."""
     [module] = [each for each in sys.modules.values() if getattr(each, "__file__", None) == code.co_filename]
     fresh: dict[str, Any] = {"__name__": module.__name__, "__file__": code.co_filename}
     exec(code, fresh)  # noqa: S102
@@ -232,7 +233,7 @@ class Failures:
 
 
 class FirstFailure:
-    """Remembers it, for the run without a mutant."""
+    """Records the failure, for the run without a mutant."""
 
     first = ""
 
@@ -255,7 +256,7 @@ class InOrder(Failures):
 
 
 def limit(usual_seconds: float) -> None:
-    """End this process if what follows takes very much longer than usual. Counts as killed."""
+    """End this process if what follows takes much longer than usual. The mutant counts as killed."""
     signal.setitimer(signal.ITIMER_REAL, PATIENCE.seconds + 5 * usual_seconds)
 
 
@@ -393,7 +394,7 @@ class Mutation:
                 _own_process(folder)
                 self._be(target, mutant, items, seeds)
             finally:
-                os._exit(BY_TESTS)  # what breaks here breaks because of the mutant
+                os._exit(BY_TESTS)  # an error here is caused by the mutant
         self._running[pid] = (target, mutant, folder)
 
     def _be(self, target: Target, mutant: Mutant, items: list[pytest.Item], seeds: int) -> NoReturn:
@@ -564,7 +565,7 @@ def main() -> int:
         type=float,
         default=PATIENCE.seconds,
         metavar="SECONDS",
-        help="a test that takes so much more than five times its usual time has noticed the mutant (default 10)",
+        help="seconds beyond five times its usual time after which a test counts as failed (default 10)",
     )
     options = parser.parse_args()
     PATIENCE.seconds = options.patience

@@ -2,11 +2,11 @@
 the mutants with the seed that caught each, how many statements of engine, cluster and service the seeds reach, and
 how many cases of the failure catalogue have tests.
 
-Ends with 1 if a seed broke an invariant, a mutant was not caught, a statement was neither reached nor listed with a
-reason (prove_unreached.toml), or the catalogue is not whole.
+The exit code is 1 if a seed broke an invariant, a mutant was not caught, a statement was neither reached nor listed
+with a reason (prove_unreached.toml), or the catalogue is incomplete.
 
-After a change of the engine: `python scripts/prove.py --write-unreached --seeds 200` writes the list anew. Reasons of
-statements that are still there and still not reached stay; give each new one its reason.
+After a change of the engine: `python scripts/prove.py --write-unreached --seeds 200` rewrites the list. It keeps the
+reasons of statements that still exist and are still not reached; write a reason for each new one.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def prove_statements(reached: set[Place]) -> bool:
 
 
 def write_unreached(count: int) -> None:
-    """The list anew, by what so many seeds do not reach."""
+    """Rewrites the list: the statements that this many seeds do not reach."""
     known = {(e.module, e.function, text): e.reason for e in read_unreached() for text in e.statements}
     reached = run_seeds(0, count).reached
     found: dict[tuple[str, str, str], list[str]] = {}
@@ -142,7 +142,7 @@ def write_unreached(count: int) -> None:
             if statement.text not in texts:
                 texts.append(statement.text)
     lines = ["# Statements of engine, cluster and service that the seeds of the simulator do not reach, and why."]
-    lines.append("# Written by `python scripts/prove.py --write-unreached`; the reasons are ours.")
+    lines.append("# Written by `python scripts/prove.py --write-unreached`; the reasons are added by hand.")
     for (module, function, reason), texts in found.items():
         lines += ["", "[[unreached]]", f"module = {_text(module)}", f"function = {_text(function)}"]
         lines += [f"reason = {_text(reason)}", "statements = [", *(f"    {_text(text)}," for text in texts), "]"]

@@ -1,6 +1,6 @@
 """Starts and stops real servers from a shell. `up` leaves them running and notes them, so that `down` finds them.
 
-The notes are kept for each checkout apart: `down` ends only what `up` started from the same checkout.
+Each checkout has notes of its own: `down` ends only what `up` started from the same checkout.
 """
 
 from __future__ import annotations

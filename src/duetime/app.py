@@ -229,7 +229,7 @@ def run(config: Config, worker: Worker | None = None) -> int:
     Alone: until SIGTERM or SIGINT, a second one ends at once. A worker: until SIGTERM or the end of its line.
     """
     set_up_logging(config.log.level, config.log.format, worker=None if worker is None else worker.number)
-    if worker is None:  # else the parent has said it, once for all its workers
+    if worker is None:  # otherwise the parent process has logged them, once for all workers
         log_warnings(config)
     # The writer thread must not wait 5 ms for the event loop to hand it the interpreter after each statement.
     sys.setswitchinterval(0.0005)
@@ -238,7 +238,7 @@ def run(config: Config, worker: Worker | None = None) -> int:
 
 
 def log_warnings(config: Config) -> None:
-    """What was found wrong while the configuration was loaded, when there was no log yet."""
+    """Log the warnings that were found while the configuration was loaded, before logging was set up."""
     for warning in config.warnings:
         log.warning("%s", warning)
 
@@ -271,8 +271,8 @@ async def _serve(config: Config, worker: Worker | None) -> int:
 
 
 async def _until_stop(app: App, stop: asyncio.Event) -> int:
-    """Until we are told to stop, or an internal error ends the engine: a process that fires nothing must not go on.
-    Answers the exit code."""
+    """Waits until we are told to stop or an internal error ends the engine, because a process that fires nothing must
+    not keep running. Returns the exit code."""
     stopped, failed = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(app.failed.wait())
     await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

@@ -15,7 +15,7 @@ from typing import Protocol
 
 __all__ = ["Clock", "OffsetBounds", "SystemClock"]
 
-_DRIFT_MS_PER_SECOND = 0.5  # how fast two clocks may part: as much as a clock is usually slewed
+_DRIFT_MS_PER_SECOND = 0.5  # how fast two clocks may drift apart: as fast as a clock is usually slewed
 
 
 class Clock(Protocol):
@@ -36,13 +36,13 @@ class SystemClock:
 
 
 class OffsetBounds:
-    """How far another machine's clock is ahead of this one's boot clock, as far as its answers prove it.
+    """Bounds on how far another machine's clock is ahead of this machine's boot clock.
 
-    Each answer was made between our sending and our receiving, and so bounds the offset; all of them together
-    bound it closer. What they prove together widens with time, because clocks drift apart.
+    Each answer was made between our sending and our receiving, and so bounds the offset; all answers together give
+    narrower bounds. These widen with time, because clocks drift apart.
 
-    An answer that contradicts the bounds means that a clock was set. The bounds then follow that answer, and
-    reach at most `follow_ms` beyond what it disproves.
+    An answer that contradicts the bounds means that a clock was set. Then only that answer counts; the new bounds are
+    at most `follow_ms` wide and at the side that is nearest to the old ones.
     """
 
     def __init__(self, follow_ms: float = inf) -> None:

@@ -29,8 +29,8 @@ __all__ = ["SECTIONS", "Config", "load_config", "shown", "split_advertise"]
 # Read by the command line and the clients, not settings of the server.
 _CLIENT_VARIABLES = frozenset({"DUETIME_URL", "DUETIME_TOKEN", "DUETIME_CONFIG"})
 
-# Kubernetes sets these for each service of the namespace: name, then value. The values are part of the shape, because
-# DUETIME_PORT=8463 is somebody's mistake. The services in question are named duetime or duetime-something.
+# Kubernetes sets these for each service of its namespace that is named duetime or duetime-something. The pattern is for
+# NAME=VALUE, because a variable like DUETIME_PORT=8463 is not from Kubernetes but a mistake, which gets a warning.
 _KUBERNETES_ADDRESS = r"(?:tcp|udp|sctp)://\S+"
 _KUBERNETES_VARIABLES = re.compile(
     r"DUETIME_(?:[A-Z0-9_]+_)?(?:"
@@ -149,7 +149,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     limits: Limits
     auth: Auth
     log: Log
-    warnings: tuple[str, ...] = ()  # found while loading, before there is a log: for whoever starts to write one
+    warnings: tuple[str, ...] = ()  # found while loading; logged once logging is set up
 
 
 SECTIONS = tuple(field for field in Config.__struct_fields__ if field != "warnings")
@@ -237,7 +237,7 @@ def _merge(settings: dict[str, Any], changes: dict[str, Any], source: str) -> No
 
 
 def _from_environment(settings: dict[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings it holds, and a warning for each variable that looks like a setting and is none."""
+    """The settings in the environment, and a warning for each variable that looks like a setting but is not one."""
     paths = {f"DUETIME_{s}_{k}".upper(): (s, k) for s, keys in settings.items() for k in keys}
     changes: dict[str, Any] = {}
     warnings: list[str] = []
@@ -254,7 +254,7 @@ def _from_environment(settings: dict[str, Any], environ: Mapping[str, str]) -> t
 
 def _unknown_variable(name: str, known: list[str]) -> str:
     """The value is left out: it may be a secret."""
-    # Compared without the prefix they all share, which would make any two of them look alike.
+    # Compared without the common prefix, which would make any two names similar.
     endings = [other.removeprefix("DUETIME_") for other in known]
     nearest = difflib.get_close_matches(name.removeprefix("DUETIME_"), endings, n=1)
     hint = f"did you mean DUETIME_{nearest[0]}?" if nearest else "`duetime config show --env` lists the known ones"

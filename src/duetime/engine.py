@@ -183,7 +183,7 @@ class Engine:
 
     @property
     def unreadable(self) -> int:
-        """Stored timers of our shards that cannot be decoded, as far as they were met."""
+        """Stored timers of our shards that cannot be decoded, as far as they have been read."""
         return sum(len(shard.unreadable) for shard in self.shards.values())
 
     def new_id(self) -> str:
@@ -333,8 +333,8 @@ class Engine:
             self._drop(shard, NotOwner(), OutcomeUnknown())
 
     async def _release(self, shards: list[Shard]) -> None:
-        """Start no more deliveries; once those in flight have ended, stop intake, commit, and only then give the
-        shards free, each as soon as it can be."""
+        """Start no more deliveries. Once those in flight have ended, accept no more writes, commit, and only then
+        release the shards, each as soon as it is possible."""
         for shard in shards:
             shard.draining = True
         deadline_ms = self.clock.boot_ms() + self._config.server.drain_timeout.ms
@@ -467,7 +467,7 @@ class Engine:
             self._once(self._look_at_store)
 
     async def _read_namespaces(self) -> None:
-        """For due timers whose namespace is not known: until it is, nothing of them may be sent."""
+        """For due timers whose namespace is not known: until it is known, they are not sent."""
         while held := self.fire_loop.take_held():
             reread = False
             try:
@@ -478,7 +478,7 @@ class Engine:
             came_meanwhile = self.fire_loop.holds_any
             self.fire_loop.fire_held(held, reread=reread)
             if not came_meanwhile:
-                return  # what is still held is tried again with the next sweep
+                return  # timers that are still held are tried again with the next sweep
 
     async def _look_at_store(self) -> None:
         """Beside the sweeps, which must not wait for a store that hangs."""

@@ -37,7 +37,7 @@ class Firing:
 
     def __init__(self, entry: Entry, namespace: Namespace, loop: FireLoop) -> None:
         self.entry = entry
-        self.namespace = namespace  # as it is when the attempt is made; its outcome is settled by the same
+        self.namespace = namespace  # as read when the attempt is made; the outcome is settled with the same settings
         self.loop = loop
         self.fence = entry.shard.fence  # as the request will say; it may change while the request waits
         self.begun = False
@@ -189,7 +189,7 @@ class FireLoop:
             return  # on its way to another instance, which will find it due
         namespace = self._namespaces.known(timer.namespace)
         if namespace is None or (namespace.deleted and not reread):
-            # Not read yet, or made anew since it was read. Without its secrets and its policy nothing is sent.
+            # Not read yet, or created again since the last read. Nothing is sent without its secrets and its policy.
             self._hold(entry)
             return
         if timer.extras.missed is not None:
@@ -212,12 +212,12 @@ class FireLoop:
         return bool(self._without_namespace)
 
     def take_held(self) -> list[Entry]:
-        """Those timers; whoever takes them reads the namespaces and hands them to `fire_held`."""
+        """Returns those timers and removes them. The caller reads the namespaces and then calls `fire_held`."""
         held, self._without_namespace = self._without_namespace, []
         return held
 
     def fire_held(self, entries: list[Entry], *, reread: bool) -> None:
-        """`reread`: the namespaces were read after these timers were taken. What is still unknown is held on."""
+        """`reread`: the namespaces were read after these timers were taken. Those of unknown ones stay held."""
         reread = reread and self.membership.may_fire()
         unknown: set[str] = set()
         for entry in entries:
@@ -245,12 +245,12 @@ class FireLoop:
         try:
             self._done(Firing(entry, namespace, self), Outcome(Contact.BROKEN, error=f"internal: {error!r}"))
         except Exception:
-            log.exception("unexpected error while settling that")
+            log.exception("unexpected error while recording that failed attempt")
 
     async def _deliver(self, firing: Firing) -> Outcome:
         entry = firing.entry
         timer, fence = entry.timer, firing.fence
-        # It may have waited long for its destination: the settings of now count.
+        # It may have waited long for its destination: use the current settings.
         firing.namespace = self._namespaces.known(timer.namespace) or firing.namespace
         attempt = Attempt(timer, firing.namespace, f"{fence.shard_id}.{fence.version}", firing.begin)
         try:

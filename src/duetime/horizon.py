@@ -144,7 +144,7 @@ class Horizon:
             pages = await self._store.load([Stretch(s.shard_id, s.horizon, until_ms, limit) for s in shards])
         except StoreError as error:
             pages = [error] * len(shards)
-            # One of them may be the reason: from now on each is loaded by itself, until that works.
+            # One of them may be the reason: from now on each is loaded by itself, until that succeeds.
             self._deep.update(shard.shard_id for shard in shards)
         finally:
             for shard, page in zip(shards, pages, strict=True):

@@ -49,7 +49,7 @@ class Lane:
         self._queued: set[Shard] = set()
         self._failures: WeakKeyDictionary[Shard, int] = WeakKeyDictionary()  # in a row
         self._rooms: WeakKeyDictionary[Shard, int] = WeakKeyDictionary()  # rows at a time, after a failure
-        self._apart: WeakSet[Shard] = WeakSet()  # each in a commit of its own, until one of its own succeeds
+        self._apart: WeakSet[Shard] = WeakSet()  # each is committed alone, until such a commit succeeds
         self._resting: set[Shard] = set()
         self._wake = asyncio.Event()
         self._low_water_at_ms: dict[int, int] = {}
@@ -134,7 +134,7 @@ class Lane:
             self._committed()
 
     def _settle(self, shard: Shard, batch: Batch, result: Committed | StoreError, *, is_shared: bool) -> None:
-        """`is_shared`: an error of the whole commit, of which another shard may be the reason."""
+        """`is_shared`: the error is of a commit of several shards, and another shard may be the reason."""
         if isinstance(result, Committed):
             if shard in self._rooms:
                 self._succeeded(shard)
@@ -143,8 +143,8 @@ class Lane:
         elif isinstance(result, ShardLost):
             self._lost(shard)
         else:
-            # A write that can never be applied must not keep others from it. The shards of the commit are tried one
-            # by one; of the one that still fails the batch is halved, down to one Op.
+            # A write that can never be applied must not block other writes. The shards of the commit are tried one
+            # by one; for a shard that still fails the batch is halved, down to one Op.
             if is_shared:
                 self._apart.add(shard)
             else:
@@ -163,8 +163,8 @@ class Lane:
             del self._rooms[shard]
 
     def _rest(self, shard: Shard, *, can_be_split: bool) -> None:
-        """Longer and longer while it fails; the others go on. Briefly while its batch can still be halved: a part
-        of it may succeed."""
+        """Pauses this shard, longer with each failure; the others continue. While its batch can still be halved the
+        pause does not grow: a part of it may succeed."""
         self._resting.add(shard)
         failures = self._failures.get(shard, 0)
         pause = min(_PAUSE_FIRST_SECONDS * 2 ** min(failures, 10), _PAUSE_MAX_SECONDS)

@@ -7,9 +7,9 @@
 - Dead never comes back: who learns that he is dead joins again under a new id.
 - A member whose clock is off counts in odd numbers. It is alive, so nobody takes its shards from it; but it
   gives them away, and the others know that it will not claim any.
-- The time by which timers are due is the database's, as far as heartbeats can tell. This machine's wall clock counts
-  while it agrees with that within the error of the measurement; one that is off is corrected, and a jump between two
-  heartbeats is ignored. So neither fires anything early.
+- Timers are due by the database's clock, as measured by heartbeats. This machine's wall clock is used while it agrees
+  with that within the error of the measurement; if it is off, it is corrected, and a jump between two heartbeats is
+  ignored. So neither makes a timer fire more than EARLY_MAX_MS early.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["EARLY_MAX_MS", "Membership"]
 _NEVER = -1
 _FORGET_AFTER_MS = 600_000
 _STEADY_BEATS = 7
-# By how much a timer may be early by the database's clock: this machine's clock is believed that far. Less would make
-# timers late by the round trip of a heartbeat, where both clocks are right.
+# How early a timer may be by the database's clock. With a smaller value timers would be late by the round trip of a
+# heartbeat although both clocks are right.
 EARLY_MAX_MS = 5
 _CLOCK_READINGS = 5
-_ROUNDING_MS = 1  # two clocks that are read in whole milliseconds differ by so much without having moved
+_ROUNDING_MS = 1  # the difference of two clocks that are read in whole milliseconds varies by this much
 
 
 class Membership:
@@ -89,16 +89,16 @@ class Membership:
 
     def now_ms(self) -> int:
         """The time by which timers are due: the wall clock, corrected as of the last heartbeat. If the wall clock has
-        jumped since, the boot clock goes on from there."""
+        jumped since then, the time is counted from there by the boot clock."""
         wall_ms = self._clock.wall_ms()
         unjumped_ms = self._clock.boot_ms() + self._wall_minus_boot_ms
         if abs(wall_ms - unjumped_ms) > _ROUNDING_MS:
-            wall_ms = unjumped_ms - _ROUNDING_MS  # rather late than early
+            wall_ms = unjumped_ms - _ROUNDING_MS  # late is better than early
         return wall_ms - self._correction_ms
 
     @property
     def clock_error_ms(self) -> float:
-        """How far `skew_ms` may be off: what the round trips of the heartbeats leave open."""
+        """How far `skew_ms` may be off: the uncertainty that the round trips of the heartbeats leave."""
         return self._bounds.width_ms
 
     # --- joining and staying ----------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Membership:
         self._wall_minus_boot_ms = offset_ms
         self.skew_ms = offset_ms - min(max(offset_ms, low_ms), high_ms)
         if abs(self.skew_ms) > _ROUNDING_MS:
-            self._correction_ms = offset_ms - low_ms + _ROUNDING_MS  # rather late than early
+            self._correction_ms = offset_ms - low_ms + _ROUNDING_MS  # late is better than early
         elif capabilities.exclusive:  # the database's clock is this machine's
             self._correction_ms = 0
         else:
@@ -186,7 +186,8 @@ class Membership:
             log.info("this machine's clock agrees with the database's again")
 
     def _wall_minus_boot(self) -> tuple[int, int]:
-        """The two clocks read together, and the boot time of that; not across a moment in which we did not run."""
+        """The difference of the two clocks, and the boot time at which it was read. Read again if the process was
+        paused between the readings."""
         for _ in range(_CLOCK_READINGS):
             before_ms, wall_ms, boot_ms = self._clock.boot_ms(), self._clock.wall_ms(), self._clock.boot_ms()
             if boot_ms - before_ms <= _ROUNDING_MS:

@@ -330,7 +330,7 @@ class NamespaceSpec(Struct, frozen=True, kw_only=True):
 
 class Created(Struct, frozen=True, gc=False):
     view: TimerView
-    replaced: bool | None  # None: it is stored, but the answer that said so was lost
+    replaced: bool | None  # None: not known; it is stored, but the answer of the store was lost
     existed: bool = False  # `ifAbsent` found it: nothing was created
 
 
@@ -432,7 +432,7 @@ def read_answer(body: bytes, *, truncated: bool = False) -> tuple[bool | None, i
     """(ok, next time, problem) of a 2xx body. Anything that is not a JSON object says nothing."""
     first = body.lstrip()[:1]
     if truncated and first in (b"{", b""):
-        # The part that was not read may say "ok": false; after blanks alone, it may also be a whole object.
+        # The part that was not read may say "ok": false. If only white space was read, an object may follow.
         return None, None, f"the answer is larger than {ANSWER_BYTES_MAX} bytes and cannot be judged"
     if first != b"{":
         return None, None, None

@@ -1,8 +1,8 @@
 """What the owner of a shard does with a wish about one of its timers: check it, read if need be, write.
 
 Everything here happens on the instance that holds the shard; `service.py` finds that instance. Commands about one
-timer are carried out in the order they came, whatever each of them has to wait for (`Shard.alone`): who was told that
-an outcome is unknown and writes again must not be overtaken by his own first write.
+timer are carried out in the order in which they arrived, whatever each of them has to wait for (`Shard.alone`): if a
+client got `outcome_unknown` and writes again, its first write must not be applied after the second.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ class Owner:
         return await self._created(shard, timer, replaced)
 
     async def created(self, admitted: Admitted) -> Created:
-        """What `admit` has admitted, once it is on disk."""
+        """The answer to a create that `admit` has admitted, once it is on disk."""
         shard, timer, writing = admitted
         _, replaced = await writing
         return self.acknowledged(timer, replaced) or await self._created(shard, timer, replaced)
 
     def acknowledged(self, timer: Timer, replaced: bool | None) -> Created | None:
-        """It is on disk. None: whether its namespace is still there has to be read first, see `created`."""
+        """It is on disk. None: whether its namespace still exists must be read first, see `created`."""
         if self._namespaces.usable(timer.namespace) is None:
             return None
         self._telemetry.created.value += 1
@@ -107,9 +107,9 @@ class Owner:
         return Created(TimerView(timer, State.SCHEDULED), replaced)
 
     async def _check_still_in_namespace(self, shard: Shard, timer: Timer) -> None:
-        """A timer was written. It is acknowledged only if a reading of the namespace that is young enough still shows
-        it: whoever deletes a namespace waits for longer than that and then looks for timers, so it finds all that
-        were acknowledged (service.delete_namespace). If the namespace is gone, the timer is removed again."""
+        """A timer was written. It is acknowledged only if a recent read of the namespaces still shows its namespace:
+        deleting a namespace waits longer than such a read stays valid and then looks for timers, so it finds all that
+        were acknowledged (service.delete_namespace). If the namespace is deleted, the timer is removed again."""
         try:
             await self._namespaces.get(timer.namespace)
         except NotFound:
@@ -119,7 +119,7 @@ class Owner:
             raise OutcomeUnknown(f"stored, but whether the namespace still exists is not known: {error}") from error
 
     async def _remove(self, shard: Shard, timer: Timer) -> None:
-        """Take back a timer whose namespace was deleted while it was written, unless it has begun to fire."""
+        """Remove a timer whose namespace was deleted while it was written, unless it has begun to fire."""
         try:
             async with shard.alone(timer.key):
                 found = await self._find(shard, timer.key)
@@ -228,7 +228,7 @@ class Owner:
 
     def _patched(self, timer: Timer, patch: TimerPatch, namespace: Namespace) -> Timer:
         """The timer with the patch applied. Only a new time makes its attempts start over: a timer that is being
-        retried was fired on time, and no missed-fire policy may say otherwise."""
+        retried was fired on time, so the missed-fire policy must not apply to it."""
         extras = timer.extras
         changed = _replace(
             timer,
@@ -347,8 +347,8 @@ class Owner:
                     ) from None
                 except StoreError:
                     if shard.is_written(key):
-                        raise  # an outcome that cannot be recorded yet: nobody waits for it without end
-                    # It came to nothing: what was there before is there.
+                        raise  # an outcome that cannot be recorded yet: the request must not wait for it without limit
+                    # It was not applied: the previous timer is still there.
             timer = shard.current(key)
             if timer is not UNKNOWN and timer is not None:
                 return Found(timer)

@@ -41,8 +41,8 @@ _REQUESTS_MAX: Final = 4  # under way to one instance
 _ORDERS_MAX: Final = 256  # in one request
 _PAYLOAD_CHARS_MAX: Final = 2 * 1024 * 1024
 _WAITING_MAX: Final = 20_000
-_LINES_MAX: Final = 64  # kept for instances that nothing is asked of
-_NUMBERED_MAX: Final = 65_536  # an id that was followed by so many others is of the past
+_LINES_MAX: Final = 64  # before those that nobody waits on are dropped
+_NUMBERED_MAX: Final = 65_536  # an id after which so many others were used is not in use any more
 _UNSENT_S: Final = 2.0  # an order that could not be sent for so long goes back: its shard may have moved
 _REQUEST_TIMEOUT_MS: Final = 5_000
 _ORDER_TIMEOUT_S: Final = 15.0
@@ -53,7 +53,7 @@ Call = Callable[[Peer, list[Forward], list[str]], Awaitable[Answer | None]]
 
 
 class Http(Protocol):
-    """What is needed of HttpClient. (The simulator has one of its own.)"""
+    """The part of HttpClient that is used here. The simulator has its own implementation."""
 
     async def send(self, target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int) -> Answer | None: ...
 
@@ -69,8 +69,8 @@ class HttpPeers:
             connect_timeout_ms=1_000, body_bytes_max=_ANSWER_BYTES_MAX, idle_ms=20_000, connections_max=4_096
         )
         self._lines: dict[str, _Line] = {}
-        # The last request number by the peer's id, which is a new one when it joins again; the peer that was asked last
-        # is the last. A number that was used is refused as a replay.
+        # The last request number by the peer's id, ordered by last use. A peer gets a new id when it joins again. A
+        # number that was used before is refused as a replay.
         self._numbers: dict[str, int] = {}
         self._refusals: dict[str, Trouble] = {}
 
@@ -119,7 +119,7 @@ class HttpPeers:
         return answer
 
     def _log_refusal(self, peer: Peer, answer: Answer) -> None:
-        """When it begins, and once a minute while it lasts: writes to that peer's shards fail meanwhile."""
+        """When it begins, when its reason changes and once a minute: meanwhile writes to that peer's shards fail."""
         trouble = self._refusals.get(peer.instance_id)
         if answer.status == 200:
             if trouble is not None:
@@ -135,7 +135,7 @@ class HttpPeers:
         trouble.goes_on(Unserved(_refusal(answer)), int(asyncio.get_running_loop().time() * 1_000))
 
     def _hang_up(self) -> None:
-        """Ids of instances are never used again: lines that nobody waits on are let go."""
+        """Ids of instances are never used again: lines that nobody waits on are dropped."""
         if len(self._lines) >= _LINES_MAX:
             self._lines = {name: line for name, line in self._lines.items() if line.in_use}
 
@@ -237,8 +237,8 @@ class _Line:
             if answer is None:
                 raise HttpError("the connection broke before the answer", sent=True)
             if answer.status != 200:
-                # Refused at the door means that nothing of it was carried out. A proxy in between may say anything at
-                # any time, and a replay means that a copy of this request may have come first: both are unknown.
+                # A request that the peer itself refused (REFUSED) was not carried out. After an error of a proxy the
+                # outcome is unknown; after a refused replay too, because a copy of this request may have come first.
                 refused = answer.header(REFUSED) is not None and answer.status != Conflict.status
                 raise HttpError(_refusal(answer), sent=not refused)
             self._read(new + again, answer)
@@ -258,7 +258,7 @@ class _Line:
 
     def _read(self, orders: list[_Waiting], answer: Answer) -> None:
         replies = decode_answers(answer.body).replies
-        if len(replies) != len(orders):  # then nobody knows which order a reply belongs to
+        if len(replies) != len(orders):  # then it is not known which order a reply belongs to
             raise ValueError(f"{len(replies)} replies to {len(orders)} orders")
         overdue = self._loop.time() - _ORDER_TIMEOUT_S
         for order, reply in zip(orders, replies, strict=True):

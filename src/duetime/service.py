@@ -81,7 +81,7 @@ _FORGOTTEN_AT_ONCE = 8  # so that they become fewer, and none costs much
 _STATUS_EVERY_SECONDS = 0.2
 # A shard that is between two owners has a new one within this time, normally; wishes about it wait so long.
 _PATIENCE_MS = 2_000
-# After a namespace was marked deleted: by then every instance has seen it, or acknowledges no write to it.
+# After a namespace was marked deleted: by then every instance has seen the mark, or acknowledges no write to it.
 _DELETION_SEEN_SECONDS = FRESH_FOR_MS / 1_000 + 1.0
 _PAUSE_FIRST_SECONDS = 0.02
 _PAUSE_MAX_SECONDS = 0.25
@@ -454,9 +454,9 @@ class Service:
             raise Conflict("The namespace `default` stays", field="namespace", code="namespace_in_use")
         await self._refuse_if_used(old)
         gone = await self._namespaces.replace(_replace(old, revision=old.revision + 1, deleted=True), old)
-        # A create is acknowledged only by a reading of the namespace that is younger than FRESH_FOR_MS. So what was
-        # acknowledged is on disk by then, and if there is such a timer, the namespace stays; and nothing in it is
-        # acknowledged afterwards.
+        # A write is acknowledged only if a read of the namespaces that began less than FRESH_FOR_MS ago shows the
+        # namespace. So after this wait every acknowledged timer is on disk, and if there is one, the namespace stays;
+        # and no further write to it is acknowledged.
         if not self._store.capabilities.exclusive:
             await asyncio.sleep(_DELETION_SEEN_SECONDS)
         try:

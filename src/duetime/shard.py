@@ -29,8 +29,8 @@ from duetime.telemetry import log
 
 __all__ = ["UNKNOWN", "Entry", "Op", "Phase", "Shard", "Unknown", "Written", "Yard"]
 
-# What a write comes to: the timer as written, and whether it replaced one. None: the store had said so in an answer
-# that was lost.
+# The result of a write: the timer as written, and whether it replaced one. None: not known, because the store's answer
+# was lost.
 Written = tuple[Timer | None, bool | None]
 
 _HIGHEST: Final = 2**63 - 1
@@ -173,7 +173,7 @@ class Shard:
         self.committing_rows = 0
         self.committing_chars = 0
         self.recovering = False  # the outcome of a commit is unknown: nothing is written or fired until it is known
-        self.draining = False  # on its way to another instance: starts no delivery
+        self.draining = False  # being moved to another instance: starts no delivery
         self.closing = False  # and takes no more writes
         self.dropped = False
         self.loading = False
@@ -260,13 +260,13 @@ class Shard:
 
     @asynccontextmanager
     async def alone(self, key: TimerKey) -> AsyncIterator[None]:
-        """Serialises those who must read a timer before they write it, in the order they came. Meanwhile it does not
-        start to fire."""
+        """Serialises commands that read a timer before they write it, in the order they arrived. Meanwhile the timer
+        does not start to fire."""
         before = self._alone.get(key)
         turn = self._alone[key] = self._loop.create_future()
         if before is not None:
             try:
-                await asyncio.shield(before)  # one who gives up waiting must not take the turn from the others
+                await asyncio.shield(before)  # if this one is cancelled, the next must still wait for the one before
             except asyncio.CancelledError:
                 before.add_done_callback(lambda _: self._end_turn(key, turn))
                 raise
@@ -289,7 +289,7 @@ class Shard:
         return key in self._alone
 
     def is_written(self, key: TimerKey) -> bool:
-        """Does something about this timer wait for a commit?"""
+        """Is a write of this timer waiting for a commit?"""
         return key in self.pending or key in self.committing
 
     # --- committing: called by the lane -----------------------------------------------------------

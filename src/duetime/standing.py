@@ -103,7 +103,7 @@ class ClusterStatus(Struct, frozen=True, kw_only=True):
     in_flight: int
     held: int
     writes_waiting: int
-    unreadable: int = 0  # stored timers that cannot be decoded, as far as they were met
+    unreadable: int = 0  # stored timers that cannot be decoded, as far as they have been read
     clock_skew_ms: int
     oldest_due_ms: int | None
     lateness_p50_ms: float | None

@@ -9,7 +9,7 @@ retries are the engine's. What it must give is one thing, and it must give it ab
 Time comes in as a value; there is no clock in a store, but for `heartbeat`, which reports the
 database's own so that skew can be seen. Batches are the normal case. An adapter raises only the
 StoreErrors of errors.py, and on a write anything it cannot classify is OutcomeUnknown. A timer or a namespace that
-cannot be decoded is no error of the call: it is left out and reported as said below, and everything else is answered.
+cannot be decoded is not an error of the call: it is left out and reported as described below; the rest is answered.
 
 `duetime.testing.conformance` is the definition in executable form, `stores/memory.py` the shortest
 implementation.
@@ -131,7 +131,7 @@ class Stretch(Struct, frozen=True):
 
 
 class Unreadable(Struct, frozen=True):
-    """A stored timer that this version cannot decode. It stays where it is, and nothing fires it."""
+    """A stored timer that this version cannot decode. Its row is not changed, and it does not fire."""
 
     position: Position
     namespace: str  # as far as it can be read; "" if not
@@ -286,8 +286,8 @@ _READS = frozenset({"shards", "load", "get_many", "list_timers", "members", "nam
 class GuardedStore:
     """A Store that raises StoreErrors only, whatever the adapter or its driver raises.
 
-    An error that no adapter has foreseen must not end a loop of the engine. Of a write nobody knows then whether it
-    was applied.
+    An unexpected error of an adapter must not end a loop of the engine. After such an error of a write it is not known
+    whether it was applied.
     """
 
     def __init__(self, inner: Store) -> None:

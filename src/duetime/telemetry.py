@@ -132,10 +132,10 @@ class Telemetry:
         self.shards_owned = Gauge("duetime_shards_owned", "Shards owned by this instance.")
         self.lease_seconds = Gauge("duetime_lease_seconds", "How much longer this instance may fire.")
         self.clock_skew_seconds = Gauge("duetime_clock_skew_seconds", "This machine's clock minus the database's.")
-        self.clock_error_seconds = Gauge("duetime_clock_error_seconds", "How far that measurement may be off.")
+        self.clock_error_seconds = Gauge("duetime_clock_error_seconds", "How far the clock skew measured may be off.")
         self.unreadable = Gauge(
             "duetime_timers_unreadable",
-            "Stored timers that cannot be decoded and do not fire, as far as they were met.",
+            "Stored timers that cannot be decoded and do not fire, as far as they have been read.",
         )
         self.oldest_due_seconds = Gauge("duetime_oldest_due_seconds", "Age of the oldest due timer not yet fired.")
 

@@ -358,9 +358,9 @@ class TimerAnswer(_Answer):
     timer: TimerJson
 
 
-_UNREADABLE = "Stored timers that cannot be decoded and do not fire, as far as they were met. The log names them."
+_UNREADABLE = "Stored timers that cannot be decoded and do not fire, as far as they have been read. The log names them."
 _REPLACED = (
-    "Was there a scheduled timer of this name before? `null`: the timer is stored, but the database's answer was lost, "
+    "Was there a scheduled timer with this id before? `null`: the timer is stored, but the database's answer was lost, "
     "and whether it replaced another one is not known."
 )
 _EXISTED = "`true` if `ifAbsent` found the timer, scheduled or over: nothing was created. Left out otherwise."

@@ -1,7 +1,7 @@
 """The door for other instances: checks who is calling, hands the orders to the service, answers soon.
 
 Every refusal happens before any order is looked at, so that the caller may take it for "not applied". From then
-on each order has an answer of its own, and what fails unexpectedly has an unknown outcome.
+on each order has an answer of its own, and the outcome of one that fails unexpectedly is unknown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from duetime.telemetry import log
 
 __all__ = ["PeerDoor"]
 
-# Of one sender: how far a request may be overtaken by later ones and still be accepted.
+# A request of a sender is accepted if its number is at most this far below the highest number of that sender.
 _NUMBERS_KEPT: Final = 16_384
 _SENDERS_MAX: Final = 256
 _SENDERS_RETIRED_MAX: Final = 65_536
@@ -106,8 +106,8 @@ class PeerDoor:
 
 
 def _begin(call: Callable[[T], asyncio.Future[OrderAnswer]], order: T) -> asyncio.Future[OrderAnswer]:
-    """An error that is raised at once is the answer to this order alone: the others of its request may have been
-    taken, so the request as a whole must not fail, and least of all as if it had been refused."""
+    """An error that is raised at once is the answer to this order alone. The other orders of the request may have
+    been taken, so the whole request must not fail, and must not look refused."""
     try:
         return call(order)
     except Exception as error:
@@ -132,16 +132,16 @@ def _reply(answer: asyncio.Future[OrderAnswer]) -> Reply:
 
 
 class _RequestNumbers:
-    """The numbers of the requests that were accepted under this instance's present id, by sender.
+    """The numbers of the requests that were accepted under this instance's current id, by sender.
 
-    They are forgotten when this instance joins again under a new id: senders number their requests for each receiver
-    id from 1, and requests to the id before are refused because of whom they name.
+    They are discarded when this instance joins again under a new id: senders number their requests from 1 for each
+    receiver id, and requests to the previous id are refused because they name it.
     """
 
     def __init__(self) -> None:
         self._receiver = ""
-        self._senders: dict[str, _Numbers] = {}  # the one heard from last is the last
-        # Senders that others have displaced: all up to the highest number counts as seen.
+        self._senders: dict[str, _Numbers] = {}  # ordered by the last request
+        # Senders removed from `_senders` to save memory: every number up to the highest counts as seen.
         self._retired: dict[str, int] = {}
 
     def is_new(self, receiver: str, sender: str, number: int) -> bool:
@@ -179,7 +179,7 @@ class _Numbers:
             return False
         self._seen.add(number)
         self.highest = max(self.highest, number)
-        self._raise_floor(self.highest - _NUMBERS_KEPT)  # requests below that have not arrived are not waited for
+        self._raise_floor(self.highest - _NUMBERS_KEPT)  # a request below that arrives later is refused
         while self._floor + 1 in self._seen:
             self._floor += 1
             self._seen.remove(self._floor)

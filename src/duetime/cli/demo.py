@@ -30,7 +30,7 @@ QUICK_RETRY = RetryPolicy(max_retries=5, initial_interval="600ms", backoff_multi
 
 
 async def demo(arguments: Arguments) -> int:
-    _cancel_on_signals()  # before there is a folder: the end of the process alone would leave it behind
+    _cancel_on_signals()  # before the folder is made: a signal would otherwise end the process and leave it
     try:
         with tempfile.TemporaryDirectory(prefix="duetime-demo-", ignore_cleanup_errors=True) as folder:
             return await _serve(Path(folder), arguments)
@@ -41,7 +41,7 @@ async def demo(arguments: Arguments) -> int:
 
 
 def _cancel_on_signals() -> None:
-    """SIGTERM and SIGHUP end the demonstration as Ctrl-C does. Only the first counts: it ends soon anyway."""
+    """SIGTERM and SIGHUP end the demonstration as Ctrl-C does. Only the first one has an effect."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):

@@ -209,7 +209,7 @@ def _clocks(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding]
             f"the clock of {member.address} is {member.clock_skew_ms} ms off the database's; the limit is {limit_ms}",
             "it fires nothing and gives its shards away"
             if too_far
-            else "timers fire by the database's clock all the same",
+            else "its timers fire by the database's clock, so the difference is corrected",
             "run a time service on both machines (chrony, systemd-timesyncd)",
         )
     if not off:

@@ -68,7 +68,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
 def show_config(arguments: Arguments) -> int:
     config = configured(arguments)
     for warning in config.warnings:
-        print(f"warning: {warning}", file=sys.stderr)  # what goes to standard output is read by programs
+        print(f"warning: {warning}", file=sys.stderr)  # programs read standard output
     text = shown(config)
     settings = tomllib.loads(text)
     if arguments.env:

@@ -114,7 +114,7 @@ class CassandraStore:
         raised, [[now_ms]] = await asyncio.gather(
             line.write(say.beat, counter, instance_id, counter), line.read(say.now)
         )
-        # Not raised: it is dead, or a later heartbeat was faster.
+        # Not raised: the member is dead, or a later heartbeat was applied first.
         if not raised and not await self._is_alive(instance_id):
             raise MemberDead(f"{instance_id} was declared dead")
         return int(now_ms)

@@ -200,7 +200,7 @@ class Link:
         return await asyncio.to_thread(run)
 
     async def close(self) -> None:
-        """Goes on to its end in its thread, also if whoever waits for it is cancelled."""
+        """Runs to its end in its thread, even if the task that waits for it is cancelled."""
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self.shut_down))
 
     def shut_down(self) -> None:
@@ -224,8 +224,8 @@ async def connect(address: Address, *, briefly: bool = False, within_seconds: fl
 
 
 class _Handover:
-    """Passes a link from the thread that made it to a caller who may be cancelled before it is made, while it arrives,
-    or never: a link that nobody takes is closed, in a thread."""
+    """Passes a link from the thread that made it to a caller that may be cancelled at any time. A link that the
+    caller does not take is closed, in a thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -233,7 +233,7 @@ class _Handover:
         self._link: Link | None = None
 
     def offer(self, link: Link) -> None:
-        """In the thread that made it."""
+        """Called in the thread that made the link."""
         with self._lock:
             self._link = link
             refused = self._refused

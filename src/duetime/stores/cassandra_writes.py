@@ -127,7 +127,7 @@ class Writer:
             *(
                 (say.drop, (shard, *reached_id_row(TimerKey(row[3], row[4]), row[5], row[6], place)))
                 for row, place in zip(rows, places, strict=True)
-                if None not in row[3:]  # else it is not known where its id is written
+                if None not in row[3:]  # otherwise the row of its id cannot be found
             ),
         ]
         return len(rows) if await self._line.write_batch(write) else lost(fence)

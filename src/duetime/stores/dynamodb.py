@@ -64,7 +64,7 @@ class DynamoStore:
         batch_chars_max=_CHARS_MAX,
         payload_bytes_max=_PAYLOAD_BYTES_MAX,
         lanes=LANES,
-        clock_error_ms=500,  # it tells whole seconds (dynamodb_clock.py)
+        clock_error_ms=500,  # its time has whole seconds only (dynamodb_clock.py)
     )
 
     def __init__(self, address: Address) -> None:

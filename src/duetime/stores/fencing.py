@@ -31,13 +31,13 @@ ERROR_CHARS_MAX: Final = 200
 
 
 def reading(call: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A call of the port that changes nothing. Whatever is raised that no adapter has foreseen, while an answer is
-    decoded for instance, is raised as an error of the store: the engine knows no others."""
+    """For store calls that change nothing. An unexpected error, while an answer is decoded for instance, is raised as
+    StoreUnavailable: the engine handles only StoreErrors."""
     return _mapped(call, StoreUnavailable)
 
 
 def writing(call: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A call of the port that changes something: after an error that nobody has foreseen, perhaps it has."""
+    """For store calls that change something: after an unexpected error the outcome is unknown."""
     return _mapped(call, OutcomeUnknown)
 
 
@@ -50,7 +50,7 @@ def _mapped(call: Callable[P, Awaitable[T]], kind: type[StoreError]) -> Callable
             raise
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS_MAX]
-            raise kind(f"an answer of the database cannot be understood ({text})") from error
+            raise kind(f"unexpected error in a call to the database ({text})") from error
 
     return mapped
 

@@ -174,15 +174,15 @@ class MemoryStore:
         return Committed(replaced)
 
     def spoil_timer(self, shard_id: int, key: TimerKey) -> None:
-        """For tests: from now on the stored timer cannot be decoded, until it is replaced or deleted."""
+        """For tests: make a stored timer undecodable, until it is replaced or deleted."""
         self._shards[shard_id].spoilt[self._shards[shard_id].timers[key].position] = SPOILT
 
     def spoil_reached(self, shard_id: int, reached: Reached) -> None:
-        """For tests: likewise a reached row."""
+        """For tests: make a reached row undecodable."""
         self._shards[shard_id].spoilt_reached.add(reached.position)
 
     def spoil_namespace(self, name: str) -> None:
-        """For tests: likewise a namespace."""
+        """For tests: make a namespace undecodable."""
         self._spoilt_namespaces.add(name)
 
     async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
@@ -311,7 +311,7 @@ _Item = TypeVar("_Item", Timer, Reached)
 
 
 def _page(found: Iterable[_Item], query: ListQuery, spoilt: Set[Position]) -> tuple[list[_Item], Position | None, int]:
-    """The items of a page, where it goes on, and how many were left out because they cannot be decoded."""
+    """The items of a page, where the next one begins, and how many rows were left out because they are undecodable."""
     page: list[_Item] = []
     after, unreadable = query.after, 0
     for item in sorted((item for item in found if item.position > query.after), key=lambda item: item.position):

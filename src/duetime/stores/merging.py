@@ -56,7 +56,7 @@ def matches(query: ListQuery, item: Timer | Reached) -> bool:
 
 
 def matching(query: ListQuery, row: Any, reading: Reading = PLAIN) -> Timer | Reached | Unreadable | None:
-    """What a row is, if it is what the query asks for; of one that cannot be decoded, as far as that can be told."""
+    """The item of a row, if it matches the query. A row that cannot be decoded is compared by namespace and id only."""
     item: Timer | Reached | Unreadable
     if query.endings:
         item = readable(row, reading.reached, reading)

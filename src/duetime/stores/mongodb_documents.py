@@ -146,8 +146,8 @@ def _row(document: Mapping[str, Any], kind: int) -> list[Any]:
 
 
 def _place(document: Mapping[str, Any]) -> Position:
-    """Of a document that may be unreadable. In the index, what is no number stands behind all numbers, and nothing at
-    all before them."""
+    """Position of a document that may be undecodable. The index sorts a missing value before all numbers, and a value
+    of another type after them."""
     halves = (_half(document.get(name)) for name in _PLACE[1:])
     return Position(int(document[_PLACE[0]]), *halves)
 

@@ -159,8 +159,8 @@ def connect(address: Address, connections: int, within_seconds: float = CONNECT_
 
 
 async def close(client: Client) -> None:
-    """All of its connections. To say goodbye to a server that does not answer takes no longer than this, and whatever
-    comes of it the connections are closed: a client whose `close` is cancelled half-way would leave them open."""
+    """Closes all connections of a client. The driver first ends its sessions on the server: that has a time limit here,
+    because a `close` that is cancelled half-way would leave connections open."""
     with contextlib.suppress(errors.PyMongoError), pymongo.timeout(CLOSE_SECONDS):
         await client.close()
 
@@ -169,8 +169,8 @@ _driver_opens: Any = getattr(pymongo.asynchronous.pool, "_configured_protocol_in
 
 
 async def _opens_or_closes(*args: Any, **options: Any) -> Any:
-    """The driver's own way to open a connection. Cancelled in the middle of it, as it is when a client is closed while
-    its monitor connects, the driver leaves the socket to the garbage collector: here it is closed."""
+    """Opens a connection as the driver does. If that is cancelled half-way, as it is when a client is closed while its
+    monitor connects, the driver leaves the socket to the garbage collector: here it is closed."""
     try:
         return await _driver_opens(*args, **options)
     except BaseException as error:

@@ -26,7 +26,7 @@ __all__ = ["SCHEMA_VERSION", "check", "diagnose", "migrate", "wipe"]
 Database = AsyncDatabase[Document]
 
 OLDEST_SERVER = 6
-SETUP_SECONDS = 60.0  # for all commands of a start together; an index over many timers takes its time
+SETUP_SECONDS = 60.0  # for all commands of a start together; making an index over many timers is slow
 _COLLECTIONS = ("timers", "members", "namespaces")
 _SCHEMA = "duetime_schema"
 _EXISTS = 48
@@ -88,7 +88,7 @@ async def _database(address: Address) -> AsyncIterator[Database]:
     """By a client of its own. What goes wrong becomes an error that says what to do."""
     client = mongodb_link.connect(address, connections=2)
     try:
-        # Not the driver's own limit, by which it would also wait for servers that are away.
+        # Not pymongo.timeout: by that the driver would also wait for servers that cannot be reached.
         async with asyncio.timeout(SETUP_SECONDS):
             yield client[address.database]
     except (StoreError, SetupError):
@@ -128,7 +128,7 @@ async def _no_primary(address: Address) -> SetupError | None:
         return None
     parsed = parse_uri(address.uri)
     asked = {name: value for name, value in parsed["options"].items() if name.lower().startswith("tls")}
-    if "tlsInsecure" in asked:  # the driver adds what it stands for, and then refuses to be told both
+    if "tlsInsecure" in asked:  # the parser adds the options it implies, and the client refuses both together
         asked = {name: value for name, value in asked.items() if name not in _INSECURE}
     wanted = parsed["options"].get("replicaSet")
     for host, port in parsed["nodelist"]:

@@ -276,7 +276,7 @@ class _Cursor(Cursor):
 
 
 class _Connection(asyncmy.Connection):
-    """Looks whether the server speaks TLS at all, and ends a connection that is not to be used any more at once."""
+    """Checks whether the server supports TLS at all, and closes at once a connection that is not used any more."""
 
     tls_is_optional = False
     server_capabilities: int
@@ -294,8 +294,8 @@ class _Connection(asyncmy.Connection):
         self._client_flag &= ~CLIENT.SSL
 
     def close(self) -> None:
-        """The driver does this to a connection whose login failed, and forgets it. By its own way a TLS connection
-        would stay open until the server said goodbye, up to half a minute."""
+        """The driver calls this for a connection whose login failed, and drops it. Its own `close` would leave a TLS
+        connection open until the server has closed its side, up to half a minute."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.abort()
@@ -368,7 +368,7 @@ def _keep_alive(link: Any) -> None:
 def _terminate(connection: Any) -> None:
     transport = connection._transport
     if transport is not None:
-        transport.abort()  # the connection keeps it, so that whoever uses it still finds it closed
+        transport.abort()  # kept in the connection, so that later calls find a closed transport
 
 
 async def ask(connection: Any, statements: Sequence[str]) -> list[Answer]:

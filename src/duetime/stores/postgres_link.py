@@ -292,10 +292,10 @@ class _Connection(asyncpg.Connection):
 
 
 class _Opening:
-    """The event loop as the driver sees it while it logs in: remembers the connections that were opened.
+    """An event loop for the driver's login that records the connections which were opened.
 
-    A driver whose login fails closes a TLS connection politely: it says goodbye and waits for the server's, up to half
-    a minute. Who opened a connection that is not to be used ends it at once.
+    If a login fails, the driver closes a TLS connection in order: it waits until the server has closed its side, up to
+    half a minute. Here such connections are aborted at once.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -319,13 +319,13 @@ class _Opening:
         self._opened.clear()
 
     def abort(self) -> None:
-        """Below TLS: what was closed there already would not listen."""
+        """Aborts the transports below TLS: a TLS transport that is already closing would ignore it."""
         for transport in self._opened:
             transport.abort()
 
 
 async def connect(address: Address, within_seconds: float = CONNECT_SECONDS) -> Connection:
-    """A session; or, if it does not come about for whatever reason, no open connection."""
+    """Opens a session. If that fails for any reason, no connection stays open."""
     opening = _Opening(asyncio.get_running_loop())
     try:
         async with asyncio.timeout(within_seconds):

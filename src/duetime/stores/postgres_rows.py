@@ -21,7 +21,7 @@ def ms(column: str) -> str:
 
 
 def _ms_or_null(column: str) -> str:
-    """Of a stored time. It may be infinite, which is no number: the whole statement would fail for that one row."""
+    """For a stored time, which may be infinite: converting that would make the whole statement fail for one row."""
     return f"CASE WHEN isfinite({column}) THEN {ms(column)} END"
 
 

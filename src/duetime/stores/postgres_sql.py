@@ -422,7 +422,7 @@ async def load(run: Run, stretches: Sequence[Stretch]) -> list[Page]:
 
 
 def _page(stretch: Stretch, rows: list[Row]) -> Page:
-    """Each row says how many there were, up to one more than asked for; some of them may have been left out."""
+    """The last column of each row is how many rows matched, at most limit + 1; some of them may have been left out."""
     total = rows[0][-1] if rows else 0
     if total <= stretch.limit and len(rows) == total:
         return page_of(rows, None)

@@ -145,8 +145,8 @@ _FIRST_TYPED: Final = len(KEY_COLUMNS)
 
 
 def check_types(row: Row) -> None:
-    """For databases that take any value in any place. A wrong one would be met as an error much later, by whoever
-    uses the timer."""
+    """For databases that store any type in any column. Without this a wrong type would cause an error much later, when
+    the timer is used."""
     for index, (name, types) in enumerate(_TYPES, _FIRST_TYPED):
         if not isinstance(row[index], types):
             raise TypeError(f"{name} is of type {type(row[index]).__name__}")
@@ -194,10 +194,10 @@ def reached_of(row: Row) -> Reached:
 
 # --- rows that cannot be decoded -----------------------------------------------------------------
 #
-# A row may be spoilt by hand, by a restore, by a fault of a disk, or written by a version that was never meant to share
-# this database. One such row must not keep any other from being read.
+# A row may be damaged by hand, by a restore or by a disk, or written by a version that should not use this database.
+# One such row must not prevent any other from being read.
 
-ENDS_MAX: Final = 100  # reached rows of one timer that are looked through where the newest cannot be decoded
+ENDS_MAX: Final = 100  # reached rows of one timer that are read if the newest cannot be decoded
 ERROR_CHARS_MAX: Final = 200
 
 
@@ -223,7 +223,7 @@ PLAIN: Final = Reading()
 
 
 def page_of(rows: Sequence[Any], after: Position | None, reading: Reading = PLAIN) -> Page:
-    """The timers of some rows. One by one only if there is one among them that cannot be decoded."""
+    """The timers of some rows. They are decoded one by one only if one of them cannot be decoded."""
     read = reading.timer
     try:
         return Page([read(row) for row in rows], after)
@@ -251,14 +251,14 @@ def readable(row: Any, read: Callable[[Any], T], reading: Reading = PLAIN) -> T 
 
 
 Ends = tuple[Mapping[K, Any], Mapping[K, Sequence[Any]]]
-"""What is stored under some keys: the rows of timers, and rows of what became of earlier ones."""
+"""What is stored under some keys: the rows of timers, and the reached rows of earlier timers."""
 
 
 async def found_by_key(
     keys: Sequence[K], ask: Callable[[Sequence[K], int], Awaitable[Ends[K]]], reading: Reading = PLAIN
 ) -> dict[K, Found]:
-    """No key twice. `ask` answers with so many reached rows of each key, the newest. More than one is asked for only
-    where that cannot be decoded."""
+    """`keys` has no duplicates. `ask` returns that many of the newest reached rows of each key. More than one is asked
+    for only if the newest cannot be decoded."""
     timers, ends = await ask(keys, 1)
     found = {key: found_of(timers.get(key), ends.get(key, ()), reading) for key in keys}
     again = [key for key, item in found.items() if item.reached is None and key in ends]
@@ -269,7 +269,7 @@ async def found_by_key(
 
 
 def found_of(timer: Any | None, ends: Sequence[Any], reading: Reading = PLAIN) -> Found:
-    """Of a timer's row and of some of its reached rows."""
+    """Decodes the row of a timer and some of its reached rows."""
     try:
         if len(ends) <= 1:
             return Found(None if timer is None else reading.timer(timer), reading.reached(ends[0]) if ends else None)
@@ -301,7 +301,7 @@ def _text(value: object) -> str:
 
 
 def namespaces_of(rows: Iterable[Row]) -> list[Namespace]:
-    """Of names and documents, by name. One that cannot be decoded is left out and logged."""
+    """Decodes pairs of name and document; sorted by name. One that cannot be decoded is left out and logged."""
     found: list[Namespace] = []
     for name, document in rows:
         try:
@@ -315,7 +315,7 @@ _logged_namespaces: set[str] = set()
 
 
 def log_unreadable_namespace(name: str, error: str) -> None:
-    """Once in the life of the process: namespaces are read every few seconds."""
+    """Once per process: namespaces are read every few seconds."""
     if name not in _logged_namespaces:
         _logged_namespaces.add(name)
-        log.error("namespace %r cannot be decoded, it is treated as if it did not exist: %s", name, error)
+        log.error("namespace %r cannot be decoded and is treated as if it did not exist: %s", name, error)

@@ -65,8 +65,8 @@ class Session(Generic[C]):
         self._refused_at = -1.0
         self._refusal: StoreUnavailable | None = None
         self._expired = False
-        self._closed = False  # begins nothing new
-        self._ended = False  # and waits for nothing any more
+        self._closed = False  # starts no new work
+        self._ended = False  # and `close` has stopped waiting
 
     @property
     def busy(self) -> int:
@@ -150,7 +150,7 @@ class Session(Generic[C]):
             self._refusal = StoreUnavailable(self._driver.refusal(error))
             self._refused_at = asyncio.get_running_loop().time()
             raise self._refusal from error
-        if self._ended:  # the login took longer than `close` waits: nobody else would close this connection
+        if self._ended:  # the login took longer than `close` waits: without this the connection would stay open
             self._driver.terminate(connection)
             raise StoreUnavailable("the store is closed")
         self._refusal = None

@@ -166,7 +166,7 @@ class SqliteStore:
         except BaseException:
             await self.close()
             raise
-        if self._reader is None:  # opened twice is opened once
+        if self._reader is None:  # a second open() changes nothing
             self._reader = Worker("duetime-sqlite-reader")
             self._lister = Worker("duetime-sqlite-lister")
 

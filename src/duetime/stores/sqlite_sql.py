@@ -192,8 +192,8 @@ def _text(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, A
     return text
 
 
-# SQLite does not check that a text is UTF-8, and one that is not spoils the whole answer. Then the answer is fetched as
-# bytes, and those of its texts that are no UTF-8 are marked by surrogates, which nothing else in there can have.
+# SQLite does not check that a text is UTF-8, and one that is not makes the whole answer undecodable. Then the answer is
+# fetched as bytes, and texts that are not UTF-8 are decoded with surrogates, which no valid text contains.
 
 
 def _rows(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]) -> tuple[list[list[Any]], Reading]:

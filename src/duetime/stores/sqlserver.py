@@ -1,6 +1,6 @@
 """SqlServerStore: one database for any number of instances.
 
-No Microsoft SQL Server has been available to the project. What can be known without one is tested; the conformance
+No Microsoft SQL Server has been available to the project. What needs no server is tested; the conformance
 suite runs on whatever DUETIME_TEST_STORE names. docs/operating/sqlserver.md says what it was run on.
 
 sqlserver_sql.py and sqlserver_list.py are what is said to the database, sqlserver_rows.py what its rows are,

@@ -2,9 +2,9 @@
 
 The driver waits for the server, which the event loop must not: so each connection lives on a thread of its own. What
 is said to the server is a constant text with one parameter, a JSON document: so no batch has more parameters than a
-statement may have (2,100), none is NULL or of a type that the driver has to guess, and the server, which keeps plans by
-their text, plans nothing twice. The text itself travels with every call: mssql-python binds the parameter anew for
-each, and Microsoft's ODBC driver then prepares the statement anew (sp_prepexec), in the same message.
+statement may have (2,100), none is NULL or of a type that the driver has to guess, and the server, which caches plans
+by their text, plans nothing twice. The text itself is sent with every call: mssql-python binds the parameter again for
+each, and Microsoft's ODBC driver then prepares the statement again (sp_prepexec), in the same message.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ MAY_HAVE_COMMITTED: dict[str, bool] = {
     # The statement or its values were refused, or it lost against another one: rolled back.
     **dict.fromkeys(("07", "21", "22", "23", "24", "28", "34", "3C", "3D", "3F", "40", "42", "44"), _APPLIED_NOT),
     "40003": _MAYBE,  # statement completion unknown
-    "01": _MAYBE,  # warnings: the driver raises none, so an error with such a state is one that nobody knows
+    "01": _MAYBE,  # warnings: the driver does not raise them, so the meaning of an error with such a state is not known
     "25": _MAYBE,  # the state of the transaction is not what anybody thought
     # The connection failed; but not so if it never came about.
     "08": _MAYBE,
@@ -145,8 +145,8 @@ MAY_HAVE_COMMITTED: dict[str, bool] = {
 
 # By what the message says, in English: so the session asks for it.
 #
-# Errors 1205 and 1222: the server ended a deadlock, or a wait for a lock (LOCK_TIMEOUT), and rolled back. Asked
-# before the SQLSTATE, which is the driver's choice: a general one would make a rollback an unknown outcome.
+# Errors 1205 and 1222: the server ended a deadlock, or a wait for a lock (LOCK_TIMEOUT), and rolled back. Checked
+# before the SQLSTATE, which the driver chooses: by a general SQLSTATE a rollback would count as an unknown outcome.
 _LOCKED_OUT = re.compile(
     r"(\[[^\]]*\])*(Lock request time out period exceeded|Transaction \(Process ID \d+\) was deadlocked)"
 )
@@ -176,8 +176,8 @@ _DEADLOCK: Final = "40001"
 def _states_by_text() -> dict[str, str]:
     """The driver's texts, each with the worst of the SQLSTATEs it stands for.
 
-    But not with that of a warning (01…), if it stands for an error too: the driver raises only what failed. One text
-    stands for 22001, data that does not fit and was refused, and 01004, an answer that was cut short.
+    Except that of a warning (01…), if the text also stands for an error: the driver raises errors only. One text
+    stands for 22001 (data too long, refused) and for 01004 (an answer that was cut, a warning).
     """
     found: dict[str, str] = {}
     for state in sorted(_STATES):  # warnings come first
@@ -297,9 +297,9 @@ _HISTORY = (
     "SELECT CAST(recovery_fork_guid AS nvarchar(36)) FROM sys.database_recovery_status WHERE database_id = DB_ID()"
 )
 _NAME = "SELECT CAST(SERVERPROPERTY('ServerName') AS nvarchar(128))"
-# After so long the driver tells the server to stop (the attention signal), and then waits for the server to confirm it,
-# without a limit: a server that does not answer at all keeps the thread. So the driver's limit only helps those whose
-# server lives. Everybody else gives up from outside, after this limit or an earlier one (sessions.py).
+# After _PATIENCE_SECONDS the driver tells the server to stop (the attention signal), and then waits for the server to
+# confirm it, without a limit: if the server does not answer at all, the thread stays blocked. So there is a limit
+# outside the driver too: _LIMIT_SECONDS, or an earlier one in sessions.py.
 _PATIENCE_SECONDS = 15
 _LIMIT_SECONDS = 20.0
 _TEXT = (mssql_python.SQL_WVARCHAR, 0, 0)  # nvarchar(max), whatever its length and its letters
@@ -307,9 +307,9 @@ ABANDONED_MAX = 8  # threads of one session that may wait for a server that does
 
 
 class Abandoned:
-    """Counts threads whose connection was given up and that have not ended yet: the driver may still be waiting.
+    """Counts threads whose connection was given up and that have not ended: the driver may still be waiting.
 
-    Each keeps a socket and a stack, and cannot be stopped. At the limit no connection is opened until one has ended.
+    Each holds a socket and a stack, and cannot be stopped. At the limit no connection is opened until one has ended.
     """
 
     def __init__(self, limit: int) -> None:
@@ -353,8 +353,8 @@ class Link:
     # -- on the event loop
 
     async def run(self, work: Callable[[Link], T]) -> T:
-        """Does the work on the thread. One at a time. Past the limit, or if whoever waits is cancelled, the connection
-        is given up: what was begun there is of unknown outcome."""
+        """Does the work on the thread. One at a time. Past the limit, or if the waiting task is cancelled, the
+        connection is given up: the outcome of work that was begun is unknown."""
         if self.is_closed:
             raise ConnectionAbortedError("the connection is closed")
         self._answer = answer = self._loop.create_future()
@@ -414,7 +414,7 @@ class Link:
 
     def execute(self, sql: str, document: str | None) -> Any:
         """A cursor on the answer. One for each text is kept: its next call tells the server, in the same message, to
-        forget what the call before had prepared. To close it would cost a message of its own."""
+        discard the statement that it had prepared before. Closing the cursor would need a message of its own."""
         cursor = self._cursors.pop(sql, None) or self._connection.cursor()
         if document is None:
             cursor.execute(sql)
@@ -476,7 +476,7 @@ async def connect(
     limit_seconds: float = _LIMIT_SECONDS,
     abandoned: Abandoned | None = None,
 ) -> Link:
-    """A session in the state that everything here relies on. Nothing that is done on it takes longer than the limit."""
+    """A session with the settings that this module relies on. No work on it takes longer than the limit."""
     (abandoned or _of_setup).check()
     link = Link(abandoned, limit_seconds)
 

@@ -105,16 +105,16 @@ _GRANT = "GRANT SELECT, INSERT, UPDATE, DELETE ON SCHEMA::dbo TO … (or the rol
 
 
 def _refuse_hidden_tables(address: Address, link: Link) -> None:
-    """SQL Server shows no table to a user who has no right to it: OBJECT_ID answers as if there were none. To read it
-    tells a table that is hidden (229, a right is missing) from one that is not there (208). Not in a transaction:
-    either would end it."""
+    """SQL Server shows no table to a user who has no right to it: OBJECT_ID answers as if there were none. Reading
+    it shows which: a hidden table gives error 229 (a right is missing), a missing one 208. Not in a transaction: either
+    error would end it."""
     if _value(link, _FIND) is not None:
         return
     try:
         ask(link, "SELECT TOP (0) version FROM duetime_schema")
     except mssql_python.DatabaseError as error:
         if "permission" not in str(error).lower():
-            return  # there is no such table, or something that the next statement will meet too
+            return  # there is no such table, or the next statement will fail as well
         raise SetupError(
             f"store.url: {address.label} has the tables already, and does not allow this user to use them; {_GRANT}",
             field="store.url",

@@ -166,7 +166,7 @@ LOAD = query(scan_sql(2, selected(2)))
 
 @cache
 def get_sql(ends_max: int) -> str:
-    """The timers first, and held: what settles one has to wait until its end was looked for, so both are of one
+    """The timers first, and locked: whatever settles one waits until its reached row was read, so both are of the same
     moment."""
     return transaction(f"""SET DEADLOCK_PRIORITY LOW;
 SELECT {selected(2)}, k.number FROM {_KEYS} AS k

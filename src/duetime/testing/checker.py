@@ -4,7 +4,7 @@ The receiver's log is the evidence. Every put carries a value of its own (its pa
 tells which wish it serves. Wishes about one timer come one after the other, or two at the same time; an outcome
 that nobody knows (`INFO`: the connection broke, the server died) counts as maybe.
 
-    A  a timer whose last word is a put that was acknowledged fires with that value; one that was replayed fires again
+    A  a timer whose last wish is a put that was acknowledged fires with that value; one that was replayed fires again
     B  nothing fires before its time
     C  nothing starts after an acknowledged delete, no older value after an acknowledged put
     D  what fires last is the last acknowledged value (together with A and C), and nothing nobody asked for
@@ -39,7 +39,7 @@ class Kind(enum.StrEnum):
     DELETE = "delete"
     FIRE_NOW = "fireNow"  # makes the value that is scheduled due at once
     REPLAY = "replay"  # arms the last value of a timer that is over, due at once
-    ENSURE = "ensure"  # a create with ifAbsent that was told that this very timer is, or was, there already
+    ENSURE = "ensure"  # a create with ifAbsent whose answer was that the same timer existed already
 
 
 class Result(enum.StrEnum):
@@ -58,7 +58,7 @@ class Wish(Struct, frozen=True):
     result: Result
     value: str = ""
     due_ms: int = 0
-    keeps_due: bool = False  # an update that leaves the time alone: the value is due when the one before it was
+    keeps_due: bool = False  # an update that keeps the time: the value is due when the one before it was
     skip_late_ms: int = 0  # the missed-fire policy: a first attempt that would be later than this is not made; 0: none
 
 
@@ -74,8 +74,8 @@ class Callback(Struct, frozen=True):
     owner: str = ""
     delivery: str = ""  # the same for everything that serves one firing: what receivers deduplicate by
     accepted_at_ms: int = 0  # when the receiver said that it is done; 0: it did not
-    recorded_at_ms: int = 0  # when the database had an outcome of this attempt; 0: not known
-    over_at_ms: int = 0  # when the database had it that this delivery is over; 0: not known
+    recorded_at_ms: int = 0  # when the outcome of this attempt was in the database; 0: not known
+    over_at_ms: int = 0  # when the end of this delivery was in the database; 0: not known
 
 
 class Fault(Struct, frozen=True):
@@ -108,8 +108,8 @@ def judge(
 ) -> list[Violation]:
     """Everything that should not have been, timer by timer. `clock_error_ms`: how far a sender's clock may be off.
 
-    Without `faults` nothing is said about repetitions; with an empty list there may be none. `all_accepted`: every
-    receiver accepts in the end, so that being called is not enough.
+    Without `faults` repetitions are not judged; with an empty list none is allowed. `all_accepted`: every receiver
+    accepts in the end, so each last value must be accepted, not only sent.
     """
     by_timer: dict[str, list[Wish]] = defaultdict(list)
     for wish in wishes:
@@ -129,7 +129,7 @@ def judge(
 
 
 def _with_what_was_learnt(history: list[Wish]) -> list[Wish]:
-    """A put of which nobody knew is known to be applied once the server has said that its value is there."""
+    """A put of unknown outcome counts as applied if the server later answers that its value is there."""
     there = {wish.value for wish in history if wish.kind is Kind.ENSURE and wish.result is Result.OK}
     return [
         replace(wish, result=Result.OK)
@@ -218,7 +218,7 @@ def _wrongs(history: Sequence[Wish], seen: Sequence[Callback], clock_error_ms: i
         if wish.kind is Kind.PUT:
             puts[wish.value].append(index)
         elif wish.kind is Kind.ENSURE and wish.result is Result.OK and wish.value not in puts:
-            yield "D", f"{wish.value!r} was said to be there already, and nobody had asked for it before"
+            yield "D", f"{wish.value!r} was said to exist already, but had not been asked for before"
     for call in seen:
         asked = puts.get(call.value)
         if asked is None:
@@ -235,7 +235,7 @@ def _wrongs(history: Sequence[Wish], seen: Sequence[Callback], clock_error_ms: i
 
 
 def _overtaken(history: Sequence[Wish], index: int, call: Callback) -> Iterator[tuple[str, str]]:
-    """Started after a word that was acknowledged, and that came after its own."""
+    """Started after a later wish was acknowledged."""
     put = history[index]
     # By their order, not by time alone: two wishes may be asked and told within one millisecond.
     for number, wish in enumerate(history[index + 1 :], index + 1):
@@ -267,7 +267,7 @@ def _earliest_ms(history: Sequence[Wish], asked: Sequence[int], call: Callback) 
 
 
 def _due_ms(history: Sequence[Wish], index: int) -> int:
-    """When the value of this put is due; of an update that leaves the time alone, at the earliest."""
+    """When the value of this put is due; of an update that keeps the time, at the earliest."""
     put = history[index]
     if not put.keeps_due:
         return put.due_ms
@@ -295,7 +295,7 @@ def _sets_due(wish: Wish) -> bool:
 
 
 def _missing(history: Sequence[Wish], seen: Sequence[Callback], all_accepted: bool) -> Iterator[tuple[str, str]]:
-    """The last acknowledged word, and whatever may have come after it, say what must have fired."""
+    """The last acknowledged wish, and those that may have been applied after it, decide what must have fired."""
     words = [
         (index, wish)
         for index, wish in enumerate(history)
@@ -324,7 +324,7 @@ def _followed(index: int, wish: Wish, words: Sequence[tuple[int, Wish]]) -> bool
 
 def _may_be_skipped(history: Sequence[Wish], put: Wish, seen: Sequence[Callback]) -> bool:
     """Does the missed-fire policy allow that this value never fires? Not if an attempt was made in time, and was on
-    record before an update that left the time alone."""
+    record before an update that kept the time."""
     if not put.skip_late_ms:
         return False
     index = history.index(put)

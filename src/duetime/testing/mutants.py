@@ -181,7 +181,7 @@ _right_known = Namespaces.known
 
 
 def _now_with_the_offset(self: Membership) -> int:
-    """Refuses jumps, but leaves a constant error of the clock as it is."""
+    """Ignores jumps, but does not correct a constant error of the clock."""
     return _right_now_ms(self) + self._correction_ms
 
 
@@ -189,7 +189,7 @@ _right_now_ms = Membership.now_ms
 
 
 async def _delete_after_one_look(self: Service, name: str) -> None:
-    """Marks the namespace and is done, whatever was admitted before everybody knew."""
+    """Marks the namespace and does not look for timers that were admitted before all instances knew."""
     old = await self._namespaces.get(name)
     if name == "default":
         raise Conflict("stays")
@@ -298,7 +298,7 @@ MUTANTS = (
     ),
     Mutant(
         "clock-offset-not-corrected",
-        "a clock that is off by a constant within clock_skew_max is believed",
+        "a clock that is off by a constant within clock_skew_max is not corrected",
         ((Membership, "now_ms", _now_with_the_offset),),
     ),
     Mutant(
@@ -323,7 +323,7 @@ MUTANTS = (
     ),
     Mutant(
         "shrink-keeps-horizon",
-        "timers are forgotten for want of memory, and the horizon says that they are here",
+        "timers are dropped to save memory, but the horizon still counts them as loaded",
         ((Shard, "shrink", _shrink_without_the_horizon),),
     ),
     Mutant(

@@ -69,7 +69,7 @@ def statements_of(module: str) -> list[Statement]:
     lines = source.splitlines()
 
     def text_of(statement: ast.stmt, parent: ast.AST) -> str:
-        """Its first line; one that says little by itself, with what it depends on."""
+        """Its first line; for a `return`, `continue` and so on, together with the statement around it."""
         text = lines[statement.lineno - 1].strip()
         above = getattr(parent, "lineno", 0)
         return f"{lines[above - 1].strip()} {text}" if above and text.partition(" ")[0] in _LACONIC else text
@@ -90,7 +90,7 @@ def statements_of(module: str) -> list[Statement]:
 
 
 def _says_nothing(statement: ast.stmt) -> bool:
-    """Docstrings, `...`, and what has no code of its own."""
+    """Docstrings, `...`, and statements without code of their own."""
     if isinstance(statement, ast.Global | ast.Nonlocal) or (
         isinstance(statement, ast.AnnAssign) and statement.value is None
     ):
@@ -101,7 +101,7 @@ def _says_nothing(statement: ast.stmt) -> bool:
 class Tracer:
     """Collects the statements of these modules that are reached while it is entered.
 
-    Their functions get code that tells of each statement, which costs far less than `sys.settrace`.
+    Their functions get code that reports each statement, which costs far less than `sys.settrace`.
     """
 
     def __init__(self, modules: tuple[str, ...] = MODULES) -> None:

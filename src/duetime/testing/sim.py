@@ -5,11 +5,11 @@ code on a memory store, with a simulated network, clocks and destinations, and w
     assert not run.violations, run.violations[0]
 
 The same seed gives the same history, byte for byte. A run has three acts: a stormy one, in which the
-faults of `Scenario` happen; a calm one, in which everything is mended and must come to rest; and a last
+faults of `Scenario` happen; a calm one, in which all faults end and all timers must be settled; and a last
 one without any fault, in which no timer may be late. The checker judges what the destinations saw. Beside its
 invariants there are
 
-    F  after the last fault everything comes to rest
+    F  after the last fault all timers are settled
     G  a read sees what was acknowledged before it
     H  an instance that is broken keeps no shards
     L  without a fault no timer is late
@@ -54,9 +54,9 @@ T = TypeVar("T")
 # How early a callback may come by the database's clock, where every clock is right or wrong by a constant within
 # engine.clock_skew_max. Where clocks jump it is engine.clock_skew_max itself.
 EARLY_BY_MAX_MS = 25
-_LATE_BY_MAX_MS = 100  # in the last act: the network's and the store's few milliseconds, many times over
+_LATE_BY_MAX_MS = 100  # in the last act: many times the few milliseconds that network and store take
 _OFFSET_MAX_MS = 450
-_BROKEN_FOR_SECONDS = 15.0  # then whoever watches the instance restarts it
+_BROKEN_FOR_SECONDS = 15.0  # then the instance is restarted, as a service manager would do
 ODD_METHODS = ("load", "commit", "get_many", "heartbeat", "shards", "namespaces", "claim", "members", "purge_reached")
 
 
@@ -75,7 +75,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     torn_commit: float = 0.03  # each batch fares by itself, as where every shard is a transaction of its own
     torn_answer: float = 0.03  # a load or a purge fails for some of its shards
     outages: float = 0.06  # per second: of the link to the database, of one instance or of all
-    odd_errors: float = 0.03  # per second: a call of the store fails in a way nobody foresaw, once or several times
+    odd_errors: float = 0.03  # per second: store calls raise an unexpected error, once or several times
     spoilt_rows: float = 0.01  # per second: a timer that cannot be decoded any more
     crashes: float = 0.06
     freezes: float = 0.06
@@ -91,7 +91,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     repeated_forwards: float = 0.05
     bursts: float = 0.1  # per second: many timers of one instant
     namespaces: int = 2  # beside `default`, made and deleted all the time
-    varied: bool = True  # limits and clocks are the seed's choice
+    varied: bool = True  # limits and clocks are chosen by the seed
 
 
 class Run(Struct):
@@ -111,8 +111,8 @@ class Run(Struct):
 
 
 class SimEngine(Engine):
-    """Tells the judge when a shard was given away although not everything of it had landed in time: what was in
-    flight before is repeated then. (What is begun while the shard is on its way is no part of that.)"""
+    """Reports when a shard was released although deliveries were still in flight at the drain timeout: these may be
+    repeated. (Not those that were begun during the drain.)"""
 
     def tell_of(self, told: Callable[[int, int], None]) -> None:
         self._told = told
@@ -120,7 +120,7 @@ class SimEngine(Engine):
 
     async def _release(self, shards: list[Shard], *args: Any) -> None:
         for shard in shards:
-            self._release_began_ms.setdefault(id(shard), self.clock.boot_ms())  # it may be on its way already
+            self._release_began_ms.setdefault(id(shard), self.clock.boot_ms())  # its release may have begun already
         await super()._release(shards, *args)
 
     def _drop(self, shard: Shard, *args: Any) -> None:
@@ -163,7 +163,7 @@ class Instance:
         return self.world.loop.create_task(work, context=context)
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
-        """What is done to a task of this instance happens in it, too."""
+        """Cancel a task of this instance, as part of this instance."""
 
         async def cancel() -> None:
             task.cancel()
@@ -181,7 +181,7 @@ class Instance:
             self.world.tell(f"could not start {self.name}: {error!r}")
             if isinstance(error, StoreError) and not self.world.settings.exclusive:
                 await asyncio.sleep(0.2)
-                await self.start()  # nothing runs yet, and what it left in the store is not in its way
+                await self.start()  # nothing runs yet, and its rows in the store do not prevent the next start
             else:
                 self.world.outside(self.world.restart(self, 0.2))  # the process ends, and is started again
         else:
@@ -272,10 +272,10 @@ class World:
         self._deleted.pop(name, None)
 
     async def namespace_deleted(self, name: str) -> None:
-        """Acknowledged: then nothing is left in it that was, or will be, acknowledged and that nobody can read."""
+        """The deletion was acknowledged: no acknowledged timer may be left in the namespace."""
         self.tell(f"namespace {name} deleted")
         if not self.database.is_deleted(name):
-            return  # made anew by another who asked at the same time
+            return  # created again by a client that asked at the same time
         self._deleted[name] = self.now_ms()
         self.left_behind += [
             (name_in_history(timer.key), value_of(timer.payload)) for timer in await self.database.scheduled(name)
@@ -289,7 +289,7 @@ class World:
         for timer, value in self.left_behind:
             if acknowledged & {timer, value}:
                 self._violated(
-                    timer, f"{value!r} was acknowledged, then the deletion of its namespace, and it is there"
+                    timer, f"{value!r} was acknowledged, then the deletion of its namespace was, and it is still there"
                 )
 
     def running(self) -> list[Instance]:
@@ -399,7 +399,7 @@ class World:
         self.tell(f"outage {[instance.name for instance in struck]} {seconds} s, {sorted(methods) or 'all'}")
 
     async def _replace(self, victim: Instance) -> None:
-        """One leaves in order, another comes; where there can be only one, after it."""
+        """One instance leaves in order, another joins; with an exclusive store, after it."""
         if victim.name not in self.instances:
             return  # something else has ended it in the same moment
         departure = self.outside(self.depart(victim))
@@ -414,7 +414,7 @@ class World:
         act()
 
     async def watch(self) -> None:
-        """Whoever stops firing because its lease ran out explains repetitions. Whoever is broken has to give up its
+        """An instance that stops firing because its lease ran out explains repetitions. A broken one has to give up its
         lease, so that others serve its timers; some time later it is restarted."""
         while True:
             await asyncio.sleep(0.1)
@@ -467,7 +467,7 @@ class World:
             instance.link.odd_errors.clear()
 
     async def calm(self) -> None:
-        """Everything is mended: whoever is frozen thaws, clocks are right, and it must come to rest."""
+        """All faults end: frozen instances thaw, clocks are right, and all timers must be settled."""
         self._mend()
         await asyncio.gather(*self._changes)
         while len(self.instances) < self.settings.instances:
@@ -526,7 +526,7 @@ def judged(world: World) -> list[Violation]:
         )
         for call in world.callbacks
     ]
-    # Nobody can say what becomes of a row that cannot be read; the others are not to suffer by it.
+    # A timer whose row cannot be decoded is not judged; it must not affect the others.
     spoilt = {name_in_history(key) for key in world.database.spoilt}
     violations = world.violations + judge(
         [wish for wish in world.wishes if wish.timer not in spoilt],

@@ -1,5 +1,5 @@
 """The clients of the simulated cluster: they ask for timers, over a network that loses things, and remember what they
-were told. Each has timers of its own, so that the checker knows in which order its wishes were meant."""
+were told. Each has timers of its own, so that the checker knows the order of its wishes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HOSTS = ("ok", "slow", "dead", "flapping", "busy", "again")
 _HOST_WEIGHTS = (12, 2, 2, 4, 1, 1)
 
 HUNG_UP = object()
-# Who hangs up and asks for something else has two requests under way: the first may be applied this much later.
+# A client that hangs up and asks again has two requests under way: the first may be applied this much later.
 _HUNG_UP_MS = 30_000
 
 Call = Callable[[Service], Awaitable[Any]]
@@ -214,7 +214,7 @@ class SimClient:
             self.world.violations.append(Violation("G", self._name(timer), what, ""))
 
     async def look_around(self) -> None:
-        """Lists and how the cluster is doing: they must not break anything."""
+        """Lists and the cluster status: asking for them must not break anything."""
         state = self.world.rng.choice((None, None, *State))
         page = TimerFilter(namespace=self.namespace, state=state, limit=5)
         for _ in range(3):
@@ -228,7 +228,7 @@ class SimClient:
         await self._ask(_standing)
 
     async def ask_nonsense(self, timer: str) -> None:
-        """What can never be granted is refused, and changes nothing."""
+        """An invalid request is refused, and changes nothing."""
         key, spec = self._key(timer), self._spec(timer, "http://ok", 1_000)
         calls: list[Call] = [
             lambda service: service.create(replace(spec, callback_url=None)),
@@ -252,7 +252,7 @@ class SimClient:
         number = self.world.rng.randrange(len(calls))
         result, _ = await self._ask(calls[number])
         if result is Result.OK:
-            self.world.violations.append(Violation("D", self._name(timer), f"nonsense {number} was granted", ""))
+            self.world.violations.append(Violation("D", self._name(timer), f"bad request {number} was accepted", ""))
 
     # --- words ------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class SimClient:
             if result is not None or answer is HUNG_UP:
                 return result or Result.INFO, answer
             if world.stormy and rng.random() < 0.2:
-                break  # takes the server at its word
+                break  # gives up: the answer was that nothing was applied
             await asyncio.sleep(rng.uniform(0.01, 0.3))
         return Result.FAIL, None
 
@@ -345,7 +345,7 @@ class SimClient:
             return None, HUNG_UP
         await asyncio.sleep(rng.uniform(0.0001, 0.002))
         answer = instance.inside(_outcome(call, instance.service))
-        # A crashed instance never answers, and a client does not wait for ever.
+        # A crashed instance never answers, and a client waits for a limited time.
         done, _ = await asyncio.wait({answer}, timeout=20)
         if not done or lost:
             if lost:
@@ -370,7 +370,7 @@ async def _outcome(call: Call, service: Service) -> tuple[Result | None, Any]:
     except DuetimeError as error:
         return _certainty(error), error
     except Exception:
-        return Result.INFO, None  # HTTP 500: nobody knows
+        return Result.INFO, None  # HTTP 500: the outcome is unknown
     return (Result.FAIL, None) if answer is Verdict.ALREADY_REACHED else (Result.OK, answer)
 
 
@@ -385,17 +385,17 @@ def _certainty(error: DuetimeError) -> Result | None:
 
 
 def _result_of(answer: Created | Updated | Verdict | DuetimeError) -> Result:
-    """One of many: what was certainly not applied is given up."""
+    """For one of many: a create that was certainly not applied is not tried again."""
     if isinstance(answer, DuetimeError):
         return _certainty(answer) or Result.FAIL
     return Result.FAIL if answer is Verdict.ALREADY_REACHED else Result.OK
 
 
-# --- namespaces that come and go -----------------------------------------------------------------
+# --- namespaces that are created and deleted -----------------------------------------------------
 
 
 class NamespaceClient:
-    """Makes a namespace, uses it with several clients, and deletes it while they are at it."""
+    """Creates a namespace, uses it with several clients, and deletes it while they use it."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -415,7 +415,7 @@ class NamespaceClient:
                 await self._change()
             deadline = world.loop.now + rng.uniform(0.5, 4.0)
             uses = [world.outside(self._use(client, deadline)) for client in self._clients]
-            if rng.random() < 0.5:  # otherwise the deletion has to do with what they are asking for at this moment
+            if rng.random() < 0.5:  # otherwise the deletion happens while their requests are under way
                 await asyncio.gather(*uses)
                 await self._empty()
                 uses = [world.outside(self._come_too_late(client)) for client in self._clients]
@@ -477,7 +477,7 @@ class NamespaceClient:
         result, _ = await self._admin._ask(lambda service: service.delete_namespace(self.name))
         if result is Result.OK:
             await self.world.namespace_deleted(self.name)
-            # Its number of shards outlives it. (It may have been made on first use, with the default number.)
+            # Its number of shards is kept. (It may have been made on first use, with the default number.)
             stored = self.world.database.stored_namespaces[self.name][-1]
             wider = NamespaceSpec(name=self.name, num_shards=stored.num_shards + 1)
             result, _ = await self._admin._ask(lambda service: service.create_namespace(wider))

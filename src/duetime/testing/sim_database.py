@@ -1,4 +1,4 @@
-"""The database of the simulated cluster: the memory store, and what the judge wants to know of it."""
+"""The database of the simulated cluster: the memory store, and records of it for the checker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SimDatabase(MemoryStore):
         self.capabilities = capabilities
         # (delivery id, attempt) -> when an outcome of that attempt was written.
         self.recorded_at_ms: dict[tuple[str, int], int] = {}
-        self.over_at_ms: dict[str, int] = {}  # delivery id -> when no attempt of it was to follow any more
+        self.over_at_ms: dict[str, int] = {}  # delivery id -> when it was over: no attempt follows
         self.stored_namespaces: dict[str, list[Namespace]] = {}  # every version of each
         self.spoilt: set[TimerKey] = set()
 

@@ -1,5 +1,5 @@
-"""What an instance of the simulated cluster sees of the world, by a network on which everything may go wrong: the
-database and the destinations (the other instances: sim_peers.py)."""
+"""The connections of a simulated instance to the database and to the destinations, with faults of every kind. (Those to
+other instances: sim_peers.py.)"""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SimStore:
         self._world = world
         self._name = name
         self.cut: Cut | None = None
-        self.odd_errors: dict[str, int] = {}  # method -> how many of the next calls fail in a way nobody foresaw
+        self.odd_errors: dict[str, int] = {}  # method -> how many of the next calls raise an unexpected error
 
     def __getattr__(self, name: str) -> Any:
         inner = getattr(self._world.database, name)
@@ -160,9 +160,9 @@ class SimStore:
         if not cut.hangs:
             _answer(answer, StoreUnavailable("simulated: no connection"))
             return
-        limit = self._world.rng.uniform(2.0, 8.0)  # of the driver's patience
+        limit = self._world.rng.uniform(2.0, 8.0)  # the driver's time limit
         await asyncio.sleep(min(limit, cut.until - self._world.loop.now))
-        # Some never left: they waited for a connection.
+        # Some were never sent: they waited for a connection.
         is_unknown = name in _WRITES and self._world.rng.random() < 0.7
         error = OutcomeUnknown if is_unknown else StoreUnavailable
         _answer(answer, error("simulated: no answer in time"))
@@ -249,7 +249,7 @@ class SimDeliverer:
         return outcome
 
     def _check_namespace(self, attempt: Attempt) -> None:
-        """What is sent depends on the namespace: its secrets sign, its policy retries."""
+        """Each attempt must be made with settings that the namespace had: its secrets, its retry policy."""
         world, namespace = self._world, attempt.namespace
         stored = world.database.stored_namespaces.get(attempt.timer.namespace, [])
         if namespace not in stored:
@@ -263,7 +263,7 @@ class SimDeliverer:
         world.explain(Fault(kind, world.now_ms(), world.now_ms(), self._name, attempt.timer.delivery_id))
 
     async def _receive(self, attempt: Attempt, started_at_ms: int, answer: asyncio.Future[Outcome] | None) -> None:
-        """The receiver. Without an `answer` nobody hears what it says."""
+        """The receiver. Without an `answer` its response is lost."""
         world, rng, timer = self._world, self._world.rng, attempt.timer
         call = Callback(
             timer=name_in_history(timer.key),

@@ -158,7 +158,7 @@ class SimHttp:
         if not self._is_up(name):
             raise HttpError(f"connection refused by {name}", sent=True)
 
-    # --- on the wire: goes on, whatever becomes of the instance that sent it ----------------------
+    # --- on the network: continues even if the instance that sent it crashes ----------------------
 
     def _later(self, seconds: float, act: Callable[[], object]) -> None:
         self._world.loop.call_later(seconds, act, context=self._outside)
@@ -183,7 +183,7 @@ class SimHttp:
             self._later(trip.repeated_after_s, partial(self._replay, name, data, trip))
 
     def _answered(self, trip: _Trip, answer: asyncio.Future[Answer], handled: asyncio.Task[Response]) -> None:
-        if handled.cancelled():  # the play is over
+        if handled.cancelled():  # the run is over
             return
         response = handled.result()
         self._judge(trip, response)
@@ -218,11 +218,11 @@ class SimHttp:
             if trip.accepted > 1:
                 self._world.fault(REPLAY_ACCEPTED)
         elif response.status == Conflict.status and not trip.accepted:
-            # A copy that came first may still be worked on, by an instance that is frozen meanwhile.
+            # A copy that came first may still be in work, by an instance that is frozen.
             self._later(_COPY_DECIDED_S, partial(self._judge_refused, trip))
 
     def _judge_refused(self, trip: _Trip) -> None:
-        if not trip.accepted and self._is_up(trip.to):  # else it may have crashed while it worked on the copy
+        if not trip.accepted and self._is_up(trip.to):  # otherwise it may have crashed while it handled the copy
             self._world.fault(NEW_REFUSED)
 
 

@@ -107,7 +107,7 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
     if seed % 8 == 7:  # as with SQLite: one process at a time
         settings.instances = 1
         capabilities["exclusive"] = True
-    if seed % 40 == 39:  # long and thin
+    if seed % 40 == 39:  # a long run with few requests
         settings.stormy_seconds = 10 * seconds
         settings.rate = 0.15
     settings.capabilities = replace(settings.capabilities, **capabilities)
@@ -122,7 +122,7 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
 
 @contextmanager
 def constants_set(constants: dict[str, int]) -> Iterator[None]:
-    """Constants of modules with other values, as long as this lasts. One that does not exist is an error."""
+    """Gives constants of modules other values inside the `with` block. A constant that does not exist is an error."""
     before: list[tuple[Any, str, Any]] = []
     try:
         for path, value in constants.items():

@@ -68,14 +68,14 @@ def run_seeds(first: int, count: int, *, jobs: int | None = None, progress: bool
 
 
 _tracer: Tracer | None = None
-_told: set[Place] = set()  # statements the parent knows of
+_told: set[Place] = set()  # statements that were reported to the parent
 
 
 def _prepare() -> None:
     global _tracer
     logging.disable(logging.CRITICAL)
     _tracer = Tracer()
-    _tracer.__enter__()  # for good: the process is there for nothing else
+    _tracer.__enter__()  # never left: the process does nothing else
 
 
 def _one(seed: int) -> tuple[Run, set[Place]]:

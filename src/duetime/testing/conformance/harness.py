@@ -27,8 +27,8 @@ class Harness:
         """Make the database under test empty."""
         raise NotImplementedError
 
-    # For the tests of rows that cannot be decoded. Each changes one stored row by the driver of the database, behind
-    # the back of the store, so that the adapter cannot decode it any more, and leaves its key as it is.
+    # For the tests of rows that cannot be decoded. Each changes one stored row with the driver of the database, not
+    # with the store, so that the adapter cannot decode it any more. The key of the row stays as it is.
 
     async def spoil_timer(self, shard_id: int, timer: Timer) -> None:
         """The row of that timer."""

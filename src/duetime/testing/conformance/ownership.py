@@ -67,8 +67,8 @@ class Members(Harness):
         assert [member.alive for member in await store.members()] == [True]
 
     async def test_a_late_heartbeat_does_not_lower_the_counter(self, store: Store) -> None:
-        """It may arrive after a later one. Lowered, the counter could take a value again that an observer has seen
-        before, and be marked dead although it has moved since."""
+        """A heartbeat may arrive after a later one. If it lowered the counter, an observer could see a value again that
+        it has seen before, and mark a member dead that is alive."""
         await store.join(Member("a", "host:1", 0, True, 17))
         await store.heartbeat("a", 6)
         assert await store.heartbeat("a", 4) > 1_600_000_000_000, "it is no error: the member is alive"
