@@ -108,7 +108,7 @@ class Engine:
         telemetry, flow = self.telemetry, self.fire_loop.flow
         telemetry.in_memory.read = lambda: sum(len(shard.entries) for shard in self.shards.values())
         telemetry.in_flight.read = lambda: flow.in_flight
-        telemetry.held.read = lambda: flow.waiting
+        telemetry.held.read = lambda: self.fire_loop.waiting
         telemetry.writes_waiting.read = lambda: self.writes_waiting
         telemetry.shards_owned.read = lambda: len(self.shards)
         telemetry.lease_seconds.read = lambda: self.membership.lease_ms / 1_000
@@ -471,7 +471,7 @@ class Engine:
         while held := self.fire_loop.take_held():
             reread = False
             try:
-                await self.namespaces.refresh()
+                await self.namespaces.reread()
                 reread = True
             except StoreError as error:
                 self._look_trouble.goes_on(error, self.clock.boot_ms())

@@ -27,6 +27,7 @@ _COUNTER_BITS = 32
 _COUNTER_MASK = (1 << _COUNTER_BITS) - 1
 _FIRED_PER_TURN = 256
 _SWEEP_SECONDS = 1.0
+_SPREAD_SECONDS = 30.0  # over which parked timers of a namespace that is not known come back
 _QUEUED = Phase.QUEUED
 
 
@@ -123,6 +124,8 @@ class FireLoop:
         for firing in self.flow.heads():
             if firing.entry.phase is _QUEUED:
                 oldest_ms = min(oldest_ms, firing.entry.timer.execute_at_ms)
+        for entry in self._without_namespace[:1]:  # held in the order they were due
+            oldest_ms = min(oldest_ms, entry.timer.execute_at_ms)
         return now_ms - oldest_ms if oldest_ms < now_ms else None
 
     # --- the wake-up ------------------------------------------------------------------------------
@@ -205,6 +208,11 @@ class FireLoop:
     def _hold(self, entry: Entry) -> None:
         self._without_namespace.append(entry)
         self._read_namespaces()
+
+    @property
+    def waiting(self) -> int:
+        """Due timers that wait for their destination, or for their namespace to be read."""
+        return self.flow.waiting + len(self._without_namespace)
 
     @property
     def holds_any(self) -> bool:
@@ -301,8 +309,16 @@ class FireLoop:
             entry = firing.entry
             if entry.phase is not _QUEUED:
                 continue
-            later_ms = now_ms + int((30 + self._rng.random() * spread_seconds) * 1_000)
-            entry.shard.end_unfired(entry, Settlement(rearmed=armed_at(entry.timer, later_ms, occurrence_done=False)))
+            self._park(entry, now_ms, spread_seconds)
             parked += 1
+        while self._without_namespace and parked < count:
+            entry = self._without_namespace.pop()  # the last ones first
+            if entry.phase is Phase.ARMED:
+                self._park(entry, now_ms, _SPREAD_SECONDS)
+                parked += 1
         self.telemetry.parked.value += parked
         return parked
+
+    def _park(self, entry: Entry, now_ms: int, spread_seconds: float) -> None:
+        later_ms = now_ms + int((30 + self._rng.random() * spread_seconds) * 1_000)
+        entry.shard.end_unfired(entry, Settlement(rearmed=armed_at(entry.timer, later_ms, occurrence_done=False)))

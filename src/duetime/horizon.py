@@ -44,7 +44,10 @@ class Horizon:
         self._membership = membership
         self._fire_loop = fire_loop
         self._shards = shards
-        self._needy: list[tuple[int, int]] = []  # (horizon, shard)
+        self._needy: list[tuple[int, int, int]] = []  # (when its last load failed, horizon, shard)
+        # By shard, until a load succeeds. They come last, and the one that failed last after the others: loads that
+        # hang must not take the loaders from the shards that can be loaded.
+        self._failed_at_ms: dict[int, int] = {}
         self._deep: set[int] = set()  # shards whose last page was not the end, or failed: each is loaded by itself
         self._wake = asyncio.Event()
         self._relieving = False
@@ -67,7 +70,7 @@ class Horizon:
         if self.weight <= cap:
             return
         tickets = sorted(self._fire_loop.armed_tickets())
-        held = self._fire_loop.flow.waiting
+        held = self._fire_loop.waiting
         half = self._half()
         keep = max(0, half - held)
         if len(tickets) > keep:
@@ -88,13 +91,16 @@ class Horizon:
         """Find the shards whose horizon comes too near; called every second and for every new shard."""
         near_ms = self._membership.now_ms() + self._config.look_ahead.ms // 2
         self._needy = [
-            (shard.horizon.execute_at_ms, shard.shard_id)
+            self._need_of(shard)
             for shard in self._shards.values()
             if shard.horizon.execute_at_ms < near_ms and not shard.loading
         ]
         heapq.heapify(self._needy)
         if self._needy:
             self._wake.set()
+
+    def _need_of(self, shard: Shard) -> tuple[int, int, int]:
+        return self._failed_at_ms.get(shard.shard_id, 0), shard.horizon.execute_at_ms, shard.shard_id
 
     async def run(self) -> None:
         await asyncio.gather(*(self._load_pages() for _ in range(_LOADERS)))
@@ -111,7 +117,7 @@ class Horizon:
     def _neediest(self) -> list[Shard]:
         """The next to load: one that has much, or many of which nothing is known yet."""
         shards: list[Shard] = []
-        while len(shards) < _SHARDS_PER_LOAD and not (shards and self._needy and self._needy[0][1] in self._deep):
+        while len(shards) < _SHARDS_PER_LOAD and not (shards and self._needy and self._needy[0][2] in self._deep):
             shard = self._next_needy()
             if shard is None:
                 break
@@ -124,15 +130,16 @@ class Horizon:
     def _next_needy(self) -> Shard | None:
         cap = self._config.timers_in_memory_max
         while self._needy:
-            horizon_ms, shard_id = self._needy[0]
+            _, horizon_ms, shard_id = self._needy[0]
             urgent = horizon_ms < self._membership.now_ms() + _URGENT_MS
             if self.weight > (cap if urgent else cap * _ROOMY):
-                if urgent and self._fire_loop.flow.waiting > self._half():
+                if urgent and self._fire_loop.waiting > self._half():
                     self._fire_loop.park(self._page_timers)
                 return None  # asked again within a second, when there may be room
             heapq.heappop(self._needy)
             shard = self._shards.get(shard_id)
-            if shard is not None and not (shard.loading or shard.dropped or shard.draining):
+            # One that recovers fires nothing, and what it would load could not be forgotten again.
+            if shard is not None and not (shard.loading or shard.dropped or shard.draining or shard.recovering):
                 return shard
         return None
 
@@ -158,9 +165,11 @@ class Horizon:
     def _loaded(self, shard: Shard, page: Page | None, until_ms: int) -> None:
         shard.load_ended(page, until_ms)
         if page is None:
+            self._failed_at_ms[shard.shard_id] = self._membership.boot_ms()
             return
+        self._failed_at_ms.pop(shard.shard_id, None)
         self._deep.discard(shard.shard_id)
         if page.next is not None and not shard.dropped:
             self._deep.add(shard.shard_id)
-            heapq.heappush(self._needy, (shard.horizon.execute_at_ms, shard.shard_id))
+            heapq.heappush(self._needy, self._need_of(shard))
             self._wake.set()

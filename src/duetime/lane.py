@@ -136,9 +136,11 @@ class Lane:
     def _settle(self, shard: Shard, batch: Batch, result: Committed | StoreError, *, is_shared: bool) -> None:
         """`is_shared`: the error is of a commit of several shards, and another shard may be the reason."""
         if isinstance(result, Committed):
+            self._failures.pop(shard, None)
             if shard in self._rooms:
                 self._succeeded(shard)
-            self._apart.discard(shard)
+            else:
+                self._apart.discard(shard)
             shard.committed(batch, result)
         elif isinstance(result, ShardLost):
             self._lost(shard)
@@ -157,7 +159,6 @@ class Lane:
                 self._unknown(shard)
 
     def _succeeded(self, shard: Shard) -> None:
-        self._failures.pop(shard, None)
         self._rooms[shard] *= 2
         if self._rooms[shard] >= self._store.capabilities.batch_max:
             del self._rooms[shard]

@@ -217,6 +217,7 @@ class Namespace(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="c
     created_at_ms: int
     revision: int = 0
     deleted: bool = False
+    deleting: bool = False  # about to be deleted if it is empty: no timer is created in it meanwhile
     callback_url: str | None = None
     retry_policy: RetryPolicy = RetryPolicy()
     callback_timeout_seconds: int = 10

@@ -25,6 +25,7 @@ from duetime.errors import (
     StoreUnavailable,
     TooLarge,
     UnreadableTimer,
+    Unserved,
 )
 from duetime.model import (
     NO_EXTRAS,
@@ -81,7 +82,7 @@ class Owner:
         """Upsert: whatever timer has this id is replaced."""
         key = TimerKey(spec.namespace, spec.timer_id)
         async with shard.alone(key):
-            namespace = await self._namespaces.get(spec.namespace)
+            namespace = await self._namespaces.get_for_create(spec.namespace)
             timer = self._timer_of(spec, namespace, shard)
             if spec.if_absent and (there := await self._already_there(shard, key, spec, timer)):
                 return there
@@ -102,17 +103,20 @@ class Owner:
         return Created(TimerView(timer, State.SCHEDULED), replaced)
 
     async def _created(self, shard: Shard, timer: Timer, replaced: bool | None) -> Created:
-        await self._check_still_in_namespace(shard, timer)
+        await self._check_still_in_namespace(shard, timer, is_new=replaced is False)
         self._telemetry.created.value += 1
         return Created(TimerView(timer, State.SCHEDULED), replaced)
 
-    async def _check_still_in_namespace(self, shard: Shard, timer: Timer) -> None:
+    async def _check_still_in_namespace(self, shard: Shard, timer: Timer, *, is_new: bool) -> None:
         """A timer was written. It is acknowledged only if a recent read of the namespaces still shows its namespace:
         deleting a namespace waits longer than such a read stays valid and then looks for timers, so it finds all that
-        were acknowledged (service.delete_namespace). If the namespace is deleted, the timer is removed again."""
+        were acknowledged (service.delete_namespace). If the namespace is being deleted, a timer that was not there
+        before (`is_new`) is removed again. One that was there keeps its namespace: the deletion finds it."""
         try:
-            await self._namespaces.get(timer.namespace)
-        except NotFound:
+            await (self._namespaces.get_for_create if is_new else self._namespaces.get)(timer.namespace)
+        except (NotFound, Unserved):
+            if not is_new:
+                raise OutcomeUnknown("stored, but the namespace was deleted") from None
             await self._remove(shard, timer)
             raise
         except StoreError as error:
@@ -222,7 +226,7 @@ class Owner:
             verdict = Verdict.IN_FLIGHT if shard.is_sending(key) else Verdict.UPDATED
             changed = _replace(changed, generation=shard.next_generation())
             await shard.write(key, changed, [])
-        await self._check_still_in_namespace(shard, changed)
+        await self._check_still_in_namespace(shard, changed, is_new=False)
         self._telemetry.updated.value += 1
         return Updated(TimerView(changed, State.SCHEDULED), verdict)
 
@@ -301,13 +305,13 @@ class Owner:
             if shard.is_sending(key):
                 return view_of(shard, key, found)
             timer = await self._arm_now(shard, key, found.timer)
-        await self._check_still_in_namespace(shard, timer)
+        await self._check_still_in_namespace(shard, timer, is_new=False)
         return TimerView(timer, State.SCHEDULED)
 
     async def replay(self, shard: Shard, key: TimerKey) -> TimerView:
         """Arm a reached timer again, as a new one that is due at once."""
         async with shard.alone(key):
-            await self._namespaces.get(key.namespace)
+            await self._namespaces.get_for_create(key.namespace)
             found = await self._find(shard, key)
             if found.timer is not None:
                 raise Conflict(
@@ -316,7 +320,7 @@ class Owner:
             if found.reached is None or found.unreadable is not None:
                 raise _not_scheduled(key, found)
             timer = await self._arm_now(shard, key, found.reached.timer)
-        await self._check_still_in_namespace(shard, timer)
+        await self._check_still_in_namespace(shard, timer, is_new=True)
         return TimerView(timer, State.SCHEDULED)
 
     async def _arm_now(self, shard: Shard, key: TimerKey, timer: Timer) -> Timer:

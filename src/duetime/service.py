@@ -168,7 +168,7 @@ class Service:
 
     async def _namespace_for_create(self, name: str) -> Namespace:
         try:
-            return await self._namespaces.get(name)
+            return await self._namespaces.get_for_create(name)
         except NotFound:
             if not self._config.namespaces.create_on_first_use:
                 raise
@@ -444,7 +444,7 @@ class Service:
                 field="numShards",
                 code="num_shards_immutable",
             )
-        changed = self._with(_replace(old, revision=old.revision + 1), spec)
+        changed = self._with(_replace(old, revision=old.revision + 1, deleting=False), spec)
         return await self._namespaces.replace(changed, old)
 
     async def delete_namespace(self, name: str) -> None:
@@ -453,19 +453,26 @@ class Service:
         if name == DEFAULT_NAMESPACE:
             raise Conflict("The namespace `default` stays", field="namespace", code="namespace_in_use")
         await self._refuse_if_used(old)
-        gone = await self._namespaces.replace(_replace(old, revision=old.revision + 1, deleted=True), old)
-        # A write is acknowledged only if a read of the namespaces that began less than FRESH_FOR_MS ago shows the
-        # namespace. So after this wait every acknowledged timer is on disk, and if there is one, the namespace stays;
-        # and no further write to it is acknowledged.
-        if not self._store.capabilities.exclusive:
-            await asyncio.sleep(_DELETION_SEEN_SECONDS)
+        marked = await self._namespaces.replace(_replace(old, revision=old.revision + 1, deleting=True), old)
         try:
-            await self._refuse_if_used(gone)
-        except Conflict:
-            await self._namespaces.replace(_replace(gone, revision=gone.revision + 1, deleted=False), gone)
+            # A create is acknowledged only if a read of the namespaces that began less than FRESH_FOR_MS ago shows the
+            # namespace without the mark. So after this wait every acknowledged timer is on disk, and if there is one,
+            # the namespace stays; and no further create in it is acknowledged.
+            if not self._store.capabilities.exclusive:
+                await asyncio.sleep(_DELETION_SEEN_SECONDS)
+            await self._refuse_if_used(marked)
+        except BaseException:
+            await self._unmark(marked)
             raise
-        except StoreError as error:
-            raise OutcomeUnknown(f"marked as deleted, but whether it is empty could not be read: {error}") from error
+        gone = _replace(marked, revision=marked.revision + 1, deleting=False, deleted=True)
+        await self._namespaces.replace(gone, marked)
+
+    async def _unmark(self, marked: Namespace) -> None:
+        """Without the mark creates are taken again. If it cannot be removed, it is ignored after a while."""
+        try:
+            await self._namespaces.replace(_replace(marked, revision=marked.revision + 1, deleting=False), marked)
+        except DuetimeError as error:
+            log.warning("namespace %r is still marked for deletion; creates in it wait: %s", marked.name, error)
 
     async def _refuse_if_used(self, namespace: Namespace) -> None:
         after: Position | None = BEFORE_ALL

@@ -182,6 +182,7 @@ class Shard:
         self.stalled: list[Entry] = []  # due, but waiting for the end of a recovery
         # Stored rows that cannot be decoded: they do not fire. The first ones; how many more there are is not known.
         self.unreadable: dict[Position, Unreadable] = {}
+        self._unreadable_keys: set[tuple[str, str]] = set()
         self._unreadable_more = False
         self._yard = yard
         self._loop = asyncio.get_running_loop()  # asking for it costs a system call each time
@@ -446,7 +447,8 @@ class Shard:
         """What is on disk now is this: a new entry, no entry, or one beyond the horizon."""
         if self._touched is not None:
             self._touched[key] = timer
-        if self.unreadable:
+        if self._unreadable_keys and key in self._unreadable_keys:
+            self._unreadable_keys.discard(key)
             rows = self.unreadable.items()
             self.unreadable = {at: row for at, row in rows if (row.namespace, row.timer_id) != key}
         old = self.entries.pop(key, None)
@@ -526,6 +528,7 @@ class Shard:
             self._unreadable_more = True
             return
         self.unreadable[row.position] = row
+        self._unreadable_keys.add((row.namespace, row.timer_id))
         log.error(
             "timer %r of namespace %r (shard %d) cannot be decoded and does not fire; create it again or delete it: %s",
             row.timer_id,

@@ -46,7 +46,7 @@ def instance_status(engine: Engine) -> InstanceStatus:
         shards=len(engine.shards),
         in_memory=sum(len(shard.entries) for shard in engine.shards.values()),
         in_flight=flow.in_flight,
-        held=flow.waiting,
+        held=engine.fire_loop.waiting,
         writes_waiting=engine.writes_waiting,
         unreadable=engine.unreadable,
         oldest_due_ms=engine.fire_loop.oldest_due_ms(membership.now_ms()),

@@ -22,10 +22,6 @@ from duetime.testing.virtual import START_WALL_MS, VirtualClock, run_virtual
 MINUTE_MS = 60_000
 
 
-class Waiting:
-    waiting = 0
-
-
 class Observatory:
     """Horizon, store, membership, fire loop and engine of the test: shards that are empty unless `timers` says so."""
 
@@ -39,7 +35,7 @@ class Observatory:
         self.seconds = 0.0
         self.loads_under_way = self.most_loads = 0
         self.armed: dict[int, Entry] = {}
-        self.flow = Waiting()
+        self.waiting = 0
         self.parked: list[int] = []
         self.shards: dict[int, Shard] = {}
         self.writes_waiting = self.unsettled = 0
@@ -250,7 +246,7 @@ class TestLoading:
             assert place.shards[0].loading
             place.horizon.look()
             assert place.horizon._needy == []
-            place.horizon._needy = [(0, 0)]
+            place.horizon._needy = [(0, 0, 0)]
             place.horizon._wake.set()
             await asyncio.sleep(1)
             assert len(place.asked) == 1
@@ -403,7 +399,7 @@ class TestMemory:
             shard = place.shards[0]
             shard.load_begins()
             shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            place.flow.waiting = 60
+            place.waiting = 60
             place.horizon.relieve()
             half = int(1_000 * 0.5 * 100 / 2_100)
             assert place.parked == [60 - half]
@@ -431,7 +427,7 @@ class TestMemory:
             shard = place.shards[0]
             shard.load_begins()
             shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            place.flow.waiting = 600
+            place.waiting = 600
             place.horizon.relieve()
             assert place.horizon.weight == 1_000
             assert place.parked == []
@@ -444,7 +440,7 @@ class TestMemory:
             shard = place.shards[0]
             shard.load_begins()
             shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            place.flow.waiting = 300
+            place.waiting = 300
             place.horizon.relieve()
             assert len(shard.entries) == 201
             assert place.parked == []
@@ -457,7 +453,7 @@ class TestMemory:
             shard = place.shards[0]
             shard.load_begins()
             shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            place.flow.waiting = 900
+            place.waiting = 900
             place.horizon.relieve()
             assert len(shard.entries) == 1, "those of the first millisecond"
 
@@ -490,7 +486,7 @@ class TestMemory:
             place.horizon.remember(1)
             await until_loaded(place)
             assert (len(place.asked), place.parked) == (1, []), "nothing waits"
-            place.flow.waiting = 1
+            place.waiting = 1
             await until_loaded(place)
             assert (len(place.asked), set(place.parked)) == (1, {100})
             place.parked.clear()

@@ -14,6 +14,8 @@ from duetime.errors import NotFound, OutcomeUnknown, ShardLost, StoreError, Stor
 from duetime.model import State, shard_of
 from duetime.store import Batch, Committed, Page, Stretch
 from duetime.stores.memory import MemoryStore
+from duetime.testing.faulty import Fault, FaultyStore
+from duetime.testing.virtual import VirtualClock, run_virtual
 
 REFUSED, UNKNOWN, FINE = 1, 2, 3
 
@@ -247,5 +249,46 @@ def test_a_write_that_can_never_be_applied_delays_no_other_of_its_commit_by_more
         took_ms.sort()
         assert took_ms[len(took_ms) * 9 // 10] <= 20, "most do not notice it"
         assert took_ms[-1] <= 400, "its neighbours in the same shard wait until it is found"
+
+    in_world(story, new_store=Poisoned)
+
+
+def test_the_pause_after_a_throttled_commit_is_short_again_once_commits_succeed() -> None:
+    async def told(clock: VirtualClock) -> None:
+        store = FaultyStore(MemoryStore(clock))
+        world = World(clock, store.as_store)
+        await world.start()
+        for _ in range(8):
+            store.fail("commit", Fault.THROTTLED)
+            asked_ms = clock.boot_ms()
+            await asyncio.gather(*(world.create(f"t{n}", 3_600_000) for n in range(40)))
+            assert clock.boot_ms() - asked_ms <= 20
+            await asyncio.sleep(60)
+        await world.engine.stop()
+
+    run_virtual(told)
+
+
+def test_a_shard_whose_write_is_refused_again_and_again_spoils_the_commit_of_the_others_once() -> None:
+    async def story(world: World) -> None:
+        store = world.store
+        assert isinstance(store, Poisoned)
+        store.how = StoreUnavailable("too large")
+        shared: list[int] = []
+        right = store.commit
+
+        async def commit(batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+            is_poisoned = any(put.timer_id == "poison" for batch in batches for put in batch.puts)
+            if is_poisoned and len(batches) > 1:
+                shared.append(len(batches))
+            return await right(batches)
+
+        store.commit = commit  # type: ignore[method-assign]
+        poison = asyncio.ensure_future(world.create("poison", 3_600_000))
+        for turn in range(40):
+            await asyncio.gather(*(world.create(f"t{turn}-{n}", 3_600_000) for n in range(30)))
+            await asyncio.sleep(0.05)
+        poison.cancel()
+        assert len(shared) == 1
 
     in_world(story, new_store=Poisoned)

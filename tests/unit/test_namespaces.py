@@ -11,8 +11,19 @@ from engine_world import URL, World, in_world
 from msgspec.structs import replace
 
 from duetime.delivery import Attempt
-from duetime.errors import Conflict, DuetimeError, NotFound, OutcomeUnknown
-from duetime.model import Contact, Namespace, NamespaceSpec, Outcome, State, TimerKey, TimerPatch, TimerSpec, shard_of
+from duetime.errors import Conflict, DuetimeError, NotFound, OutcomeUnknown, StoreUnavailable, Unserved
+from duetime.model import (
+    Contact,
+    Namespace,
+    NamespaceSpec,
+    Outcome,
+    State,
+    TimerKey,
+    TimerPatch,
+    TimerSpec,
+    Verdict,
+    shard_of,
+)
 from duetime.peers import CreateOrder, FireNowOrder, Forward, ReplayOrder, UpdateOrder
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
@@ -303,16 +314,15 @@ def test_a_forwarded_write_is_not_carried_out_in_a_deleted_namespace(kind: str) 
     on_faulty(story)
 
 
-@pytest.mark.parametrize("kind", ["create", "update", "fireNow", "replay"])
+@pytest.mark.parametrize("kind", ["create", "replay"])
 def test_a_forwarded_write_whose_commit_outlasts_the_deletion_is_not_acknowledged(kind: str) -> None:
     async def story(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
-        await create(world, 500 if kind == "replay" else 60_000)
+        if kind == "replay":
+            await create(world, 500)
         await asyncio.sleep(2)
         order = {
             "create": CreateOrder(TimerSpec(namespace="shop", timer_id="a", delay_ms=90_000, callback_url=URL)),
-            "update": UpdateOrder(KEY, TimerPatch(payload="1")),
-            "fireNow": FireNowOrder(KEY),
             "replay": ReplayOrder(KEY),
         }[kind]
         commit = store.hold("commit")
@@ -327,6 +337,174 @@ def test_a_forwarded_write_whose_commit_outlasts_the_deletion_is_not_acknowledge
         assert (await store.get_many([(0, KEY)]))[0].timer is None
 
     on_faulty(story)
+
+
+@pytest.mark.parametrize("kind", ["create", "update", "fireNow"])
+def test_a_write_over_a_timer_that_was_there_before_never_removes_it(kind: str) -> None:
+    """The deletion finds the timer and is undone: an acknowledged timer must not go with a write that was refused."""
+
+    async def story(world: World, store: FaultyStore) -> None:
+        shop = await make_shop(world)
+        await create(world, 60_000)
+        order = {
+            "create": CreateOrder(TimerSpec(namespace="shop", timer_id="a", delay_ms=90_000, callback_url=URL)),
+            "update": UpdateOrder(KEY, TimerPatch(payload="1")),
+            "fireNow": FireNowOrder(KEY),
+        }[kind]
+        commit = store.hold("commit")
+        answer = world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, order))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        await store.put_namespace(replace(shop, deleted=True, revision=1), 0)
+        await asyncio.sleep(5)
+        commit.set()
+        with pytest.raises(OutcomeUnknown):
+            await answer
+        found = (await store.get_many([(0, KEY)]))[0]
+        assert found.timer is not None or found.reached is not None
+
+    on_faulty(story)
+
+
+# --- while a namespace is being deleted ----------------------------------------------------------
+
+
+def test_while_a_namespace_is_being_deleted_its_timers_can_be_read_and_cancelled_and_creates_are_told_to_wait() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        shop = await make_shop(world)
+        await create(world)
+        await create(world, 60_000, "b")
+        await store.put_namespace(replace(shop, deleting=True, revision=1), 0)  # by another instance
+        await asyncio.sleep(2)
+        assert (await world.service.get(KEY)).state is State.SCHEDULED
+        assert (await world.service.update(KEY, TimerPatch(payload="1"))).verdict is Verdict.UPDATED
+        assert await world.service.delete(KEY) is Verdict.CANCELLED
+        for refused in (create(world, 1_000, "c"), world.service.replay(KEY)):
+            with pytest.raises(Unserved, match="about to be deleted") as caught:
+                await refused
+            assert (caught.value.code, caught.value.status) == ("not_applied", 503)
+        assert (await store.get_many([(0, TimerKey("shop", "c"))]))[0].timer is None
+        await asyncio.sleep(70)
+        assert world.destinations.called() == ["b"], "what is in it fires"
+
+    on_faulty(story)
+
+
+def test_a_deletion_that_is_refused_leaves_the_namespace_as_it_was() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await make_shop(world)
+        listing = store.hold("list_timers")
+        deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
+        await asyncio.sleep(0.1)
+        await create(world)
+        listing.set()
+        with pytest.raises(Conflict):
+            await deleting
+        after = await world.service.get_namespace("shop")
+        assert (after.deleting, after.deleted) == (False, False)
+        await create(world, 60_000, "b")
+
+    on_faulty(story)
+
+
+def test_a_deletion_that_cannot_look_for_timers_says_so_and_deletes_nothing() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await make_shop(world)
+        deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
+        await asyncio.sleep(0.1)
+        store.fail("list_timers", Fault.UNAVAILABLE)
+        with pytest.raises(StoreUnavailable):
+            await deleting
+        await create(world)
+
+    on_faulty(story)
+
+
+def test_a_deletion_whose_instance_died_is_forgotten_after_a_while() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        shop = await make_shop(world)
+        marked = replace(shop, deleting=True, revision=1)
+        await store.put_namespace(marked, 0)
+        await asyncio.sleep(2)
+        for _ in range(3):
+            with pytest.raises(Unserved):
+                await create(world)
+            await asyncio.sleep(9)
+        await asyncio.sleep(9)
+        assert (await create(world)).view.state is State.SCHEDULED
+        assert not await store.put_namespace(replace(marked, deleted=True, revision=2), 1), "it has come too late"
+
+    on_faulty(story)
+
+
+def test_a_create_whose_commit_outlasts_the_mark_is_taken_back_and_may_be_tried_again() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        shop = await make_shop(world)
+        commit = store.hold("commit")
+        creating = asyncio.ensure_future(create(world))
+        await asyncio.sleep(0.1)
+        await store.put_namespace(replace(shop, deleting=True, revision=1), 0)
+        await asyncio.sleep(5)
+        commit.set()
+        with pytest.raises(Unserved):
+            await creating
+        assert (await store.get_many([(0, KEY)]))[0].timer is None
+
+    on_faulty(story)
+
+
+# --- readings and writes of the namespaces -------------------------------------------------------
+
+
+def test_a_reading_that_began_before_a_write_does_not_undo_it() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await make_shop(world)
+        rows: list[Namespace] = await store.namespaces()
+        gate = asyncio.Event()
+        right = store._store.namespaces
+
+        async def late() -> list[Namespace]:
+            await gate.wait()
+            return rows  # as of before the write
+
+        store._store.namespaces = late  # type: ignore[method-assign]
+        reading = asyncio.ensure_future(world.engine.namespaces.refresh())
+        await asyncio.sleep(0)
+        changed = await world.service.update_namespace(NamespaceSpec(name="shop", callback_url="http://new.test/"))
+        made = await world.service._namespaces._put(Namespace(name="other", num_shards=1, created_at_ms=0), None)
+        gate.set()
+        await reading
+        assert world.engine.namespaces.known("shop") == changed
+        assert world.engine.namespaces.known("other") == made
+        store._store.namespaces = right  # type: ignore[method-assign]
+        await world.engine.namespaces.refresh()
+        assert world.engine.namespaces.known("shop") == changed
+
+    on_faulty(story, ExclusiveStore)
+
+
+def test_of_two_readings_the_one_that_began_later_counts() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        shop = await make_shop(world)
+        old, new = [shop], [replace(shop, revision=1, callback_url="http://new.test/")]
+        gate = asyncio.Event()
+        answers = [old, new]
+
+        async def namespaces() -> list[Namespace]:
+            rows = answers.pop(0)
+            if rows is old:
+                await gate.wait()
+            return rows
+
+        store._store.namespaces = namespaces  # type: ignore[method-assign]
+        first = asyncio.ensure_future(world.engine.namespaces.refresh())
+        await asyncio.sleep(0)
+        await world.engine.namespaces.refresh()
+        gate.set()
+        await first
+        assert world.engine.namespaces.known("shop") == new[0]
+        store._store.namespaces = MemoryStore.namespaces.__get__(store._store)  # type: ignore[method-assign]
+
+    on_faulty(story, ExclusiveStore)
 
 
 def test_a_namespace_with_a_row_that_cannot_be_decoded_is_not_empty() -> None:

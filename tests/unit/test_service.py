@@ -583,7 +583,7 @@ def test_a_deleted_name_is_made_anew_with_as_many_shards_only_and_a_higher_revis
             await world.service.create_namespace(NamespaceSpec(name="n", num_shards=5))
         assert (caught.value.field, caught.value.code) == ("numShards", "num_shards_immutable")
         again = await world.service.create_namespace(NamespaceSpec(name="n", num_shards=4))
-        assert (again.revision, again.deleted) == (2, False)
+        assert (again.revision, again.deleted, again.deleting) == (3, False, False)
         assert (await world.service.get_namespace("n")) == again
 
     in_world(story)

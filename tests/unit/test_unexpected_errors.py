@@ -7,12 +7,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
-from engine_world import World, in_world
+from engine_world import URL, World, in_world
 
-from duetime.errors import MemberDead, OutcomeUnknown, StoreUnavailable, UnreadableTimer
-from duetime.model import State, TimerKey, TimerPatch, Verdict, shard_of
+from duetime.errors import MemberDead, OutcomeUnknown, StoreError, StoreUnavailable, UnreadableTimer
+from duetime.model import Namespace, NamespaceSpec, State, TimerKey, TimerPatch, TimerSpec, Verdict, shard_of
 from duetime.status import instance_status
-from duetime.store import Page, Stretch, guarded
+from duetime.store import Batch, Claim, Committed, Page, ShardRow, Stretch, guarded
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
@@ -205,3 +205,93 @@ def test_a_delete_of_unknown_outcome_that_left_an_unreadable_row_is_made_again()
         assert (await store.get_many([(0, SPOILT)]))[0].unreadable is None
 
     on_faulty(story, namespaces__default_num_shards=1)
+
+
+# --- what cannot be served must not take the memory or the loaders from the others ---------------
+
+
+def test_due_timers_of_a_namespace_that_cannot_be_decoded_leave_memory_for_the_others_and_are_counted() -> None:
+    async def told(clock: VirtualClock) -> None:
+        store = MemoryStore(clock)
+        world = World(clock, store, engine__timers_in_memory_max=1_000, namespaces__default_num_shards=4)
+        await world.start()
+        await world.service.create_namespace(NamespaceSpec(name="bad", num_shards=4))
+        bad = [TimerSpec(namespace="bad", timer_id=f"b{n}", delay_ms=100_000, callback_url=URL) for n in range(1_500)]
+        for first in range(0, len(bad), 500):
+            await world.service.create_many(bad[first : first + 500])
+        for number in range(20):
+            await world.create(f"good{number}", 200_000 + number)
+        store.spoil_namespace("bad")
+        await world.crash_and_restart()
+        await asyncio.sleep(120)
+        assert instance_status(world.engine).held > 0
+        assert (instance_status(world.engine).oldest_due_ms or 0) > 10_000
+        await asyncio.sleep(180)
+        assert sorted(world.destinations.called()) == sorted(f"good{number}" for number in range(20))
+        assert world.engine.horizon.weight <= 1_000
+        await store.put_namespace(Namespace(name="bad", num_shards=4, created_at_ms=0, revision=1), 0)
+        await asyncio.sleep(200)
+        assert len([name for name in world.destinations.called() if name.startswith("b")]) == 1_500
+        await world.engine.stop()
+
+    run_virtual(told)
+
+
+class OnePartitionAway(MemoryStore):
+    """Commits of shard 0 have an unknown outcome, and claims of it fail."""
+
+    away = False
+
+    async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:  # type: ignore[override]
+        if not self.away:
+            return [*await super().commit(batches)]
+        return [
+            OutcomeUnknown("away") if batch.fence.shard_id == 0 else (await super(type(self), self).commit([batch]))[0]
+            for batch in batches
+        ]
+
+    async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
+        if self.away and claims[0].shard_id == 0:
+            raise StoreUnavailable("away")
+        return await super().claim(claims)
+
+
+def test_a_shard_that_cannot_be_recovered_leaves_memory_for_the_others() -> None:
+    async def told(clock: VirtualClock) -> None:
+        store = OnePartitionAway(clock)
+        world = World(clock, store, engine__timers_in_memory_max=1_000, namespaces__default_num_shards=4)
+        await world.start()
+        for number in range(6_000):
+            if shard_of(f"x{number}", 4) == 0:
+                await world.create(f"x{number}", 200_000)
+        healthy = [f"y{number}" for number in range(80) if shard_of(f"y{number}", 4) != 0]
+        for name in healthy:
+            await world.create(name, 300_000)
+        store.away = True
+        lost = asyncio.ensure_future(world.create(next(f"z{n}" for n in range(99) if shard_of(f"z{n}", 4) == 0), 1_000))
+        await asyncio.sleep(500)
+        assert isinstance(lost.exception(), OutcomeUnknown)
+        assert sorted(world.destinations.called()) == sorted(healthy)
+        world.engine.abandon()
+
+    run_virtual(told)
+
+
+class HangingShards(MemoryStore):
+    """A load that names one of the first eight shards fails, after ten seconds."""
+
+    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
+        if any(stretch.shard_id < 8 for stretch in stretches):
+            await asyncio.sleep(10)
+            raise StoreUnavailable("no answer")
+        return await super().load(stretches)
+
+
+def test_loads_that_hang_do_not_take_the_loaders_from_the_other_shards() -> None:
+    async def story(world: World) -> None:
+        names = [f"t{number}" for number in range(100)]
+        await asyncio.gather(*(world.create(name, 200_000) for name in names))
+        await asyncio.sleep(260)
+        assert sorted(world.destinations.called()) == sorted(name for name in names if shard_of(name, 32) >= 8)
+
+    in_world(story, new_store=HangingShards, namespaces__default_num_shards=32)
