@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from duetime.api.app import Api
 from duetime.errors import Conflict
@@ -42,16 +42,15 @@ NEVER: Final = (REPLAY_ACCEPTED, NEW_REFUSED)
 _FAULTS: Final = (
     (LOST, 1.0),
     (ANSWER_LOST, 1.0),
-    (NOT_CONNECTED, 1.0),
+    (NOT_CONNECTED, 0.3),
     (KEPT_BROKEN, 0.3),
     (UNREADABLE, 0.3),
     (ERROR_500, 0.3),
 )
 
-_COPY_DECIDED_S: Final = 20.0
-
 # Who can be reached: by name, everything that was launched in a world. Names are addresses, and never used again.
-_NETWORKS: Final[WeakKeyDictionary[World, dict[str, SimPeers]]] = WeakKeyDictionary()
+# Weak both ways: an instance refers to its world, which is gone with its run.
+_NETWORKS: Final[WeakKeyDictionary[World, WeakValueDictionary[str, SimPeers]]] = WeakKeyDictionary()
 
 
 class SimPeers(HttpPeers):
@@ -62,7 +61,7 @@ class SimPeers(HttpPeers):
         super().__init__(lambda: instance.service.as_peer().instance_id, self.http)
         self._instance = instance
         self._api: Api | None = None
-        _NETWORKS.setdefault(world, {})[instance.name] = self
+        _NETWORKS.setdefault(world, WeakValueDictionary())[instance.name] = self
 
     def receive(self, data: bytes) -> asyncio.Task[Response]:
         """A request has arrived: handle it as part of this instance."""
@@ -77,14 +76,14 @@ class SimPeers(HttpPeers):
 class _Trip:
     """What the network will do to one request. Drawn when it starts: what happens on the way does not change it."""
 
-    __slots__ = ("accepted", "back_s", "broken_after_s", "fault", "repeated_after_s", "there_s", "to")
+    __slots__ = ("accepted", "back_s", "broken_after_s", "fault", "handled", "refused", "repeated_after_s", "there_s")
 
-    def __init__(self, world: World, to: str) -> None:
-        self.to = to
+    def __init__(self, world: World) -> None:
         rng, scenario = world.rng, world.scenario
         self.there_s = rng.uniform(0.0001, 0.0015)
         self.back_s = rng.uniform(0.0001, 0.0015)
-        self.accepted = 0  # of the request and its copies
+        # Of the request and its copies: being handled, accepted, refused as replays.
+        self.handled = self.accepted = self.refused = 0
         self.fault: str | None = None
         self.repeated_after_s: float | None = None
         # The sender learns that its connection is broken, or not before its own deadline.
@@ -115,7 +114,7 @@ class SimHttp:
     async def close(self) -> None: ...
 
     async def send(self, target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int) -> Answer | None:
-        loop, name, trip = self._world.loop, target.host, _Trip(self._world, target.host)
+        loop, name, trip = self._world.loop, target.host, _Trip(self._world)
         answer: asyncio.Future[Answer] = loop.create_future()
         deadline = loop.call_later(timeout_ms / 1_000, _fail, answer, f"no answer within {timeout_ms} ms")
         kept = name in self._kept
@@ -158,7 +157,7 @@ class SimHttp:
         if not self._is_up(name):
             raise HttpError(f"connection refused by {name}", sent=True)
 
-    # --- on the network: continues even if the instance that sent it crashes ----------------------
+    # --- on the wire: goes on, whatever becomes of the instance that sent it ----------------------
 
     def _later(self, seconds: float, act: Callable[[], object]) -> None:
         self._world.loop.call_later(seconds, act, context=self._outside)
@@ -176,17 +175,16 @@ class SimHttp:
         if not self._is_up(name):
             self._break(trip, answer)
             return
-        handled = _NETWORKS[world][name].receive(data)
-        handled.add_done_callback(partial(self._answered, trip, answer), context=self._outside)
+        self._receive(name, data, trip).add_done_callback(partial(self._answered, trip, answer), context=self._outside)
         if trip.repeated_after_s is not None:
             world.fault(REPEATED)
             self._later(trip.repeated_after_s, partial(self._replay, name, data, trip))
 
     def _answered(self, trip: _Trip, answer: asyncio.Future[Answer], handled: asyncio.Task[Response]) -> None:
-        if handled.cancelled():  # the run is over
+        if handled.cancelled():  # the play is over
             return
+        self._judge(trip, handled)
         response = handled.result()
-        self._judge(trip, response)
         received = Answer(response.status, _raw_headers(response), response.body)
         if trip.fault == ANSWER_LOST:
             self._break(trip, answer)
@@ -204,25 +202,23 @@ class SimHttp:
     def _replay(self, name: str, data: bytes, trip: _Trip) -> None:
         """Somebody on the network sends the same bytes once more."""
         if self._is_up(name):
-            handled = _NETWORKS[self._world][name].receive(data)
-            handled.add_done_callback(partial(self._replay_answered, trip), context=self._outside)
+            self._receive(name, data, trip).add_done_callback(partial(self._judge, trip), context=self._outside)
 
-    def _replay_answered(self, trip: _Trip, handled: asyncio.Task[Response]) -> None:
-        if not handled.cancelled():
-            self._judge(trip, handled.result())
+    def _receive(self, name: str, data: bytes, trip: _Trip) -> asyncio.Task[Response]:
+        trip.handled += 1
+        return _NETWORKS[self._world][name].receive(data)
 
-    def _judge(self, trip: _Trip, response: Response) -> None:
-        """Of a request and its copies exactly one is accepted, or all are refused for another reason."""
-        if response.status == 200:
-            trip.accepted += 1
-            if trip.accepted > 1:
-                self._world.fault(REPLAY_ACCEPTED)
-        elif response.status == Conflict.status and not trip.accepted:
-            # A copy that came first may still be in work, by an instance that is frozen.
-            self._later(_COPY_DECIDED_S, partial(self._judge_refused, trip))
-
-    def _judge_refused(self, trip: _Trip) -> None:
-        if not trip.accepted and self._is_up(trip.to):  # otherwise it may have crashed while it handled the copy
+    def _judge(self, trip: _Trip, handled: asyncio.Task[Response]) -> None:
+        """Of a request and its copies one is accepted, whichever came first, or all are refused for another reason."""
+        if handled.cancelled():
+            return
+        status = handled.result().status
+        trip.handled -= 1
+        trip.accepted += status == 200
+        trip.refused += status == Conflict.status
+        if trip.accepted > 1:
+            self._world.fault(REPLAY_ACCEPTED)
+        if trip.refused and not trip.accepted and not trip.handled:
             self._world.fault(NEW_REFUSED)
 
 
