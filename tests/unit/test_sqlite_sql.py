@@ -249,6 +249,20 @@ async def test_low_water_is_written_to_the_row_of_its_shard_only(store: SqliteSt
     assert store._read_db.execute("SELECT count(*) FROM timers WHERE shard_low_water IS NOT NULL").get == 1
 
 
+async def test_a_timer_that_stands_in_the_way_of_another_is_an_error_and_neither_is_lost_in_silence(
+    store: SqliteStore,
+) -> None:
+    """Two names with one digest: nobody will see it, and nobody shall be told that it is stored."""
+    fence = await owned(store)
+    first = make_timer("first", execute_at_ms=1_000)
+    second = replace(first, timer_id="second")
+    await store.commit([Batch(fence, [first])])
+    with pytest.raises(StoreUnavailable, match="Constraint"):
+        await store.commit([Batch(fence, [second])])
+    [page] = await store.load([Stretch(0, BEFORE_ALL, FAR_MS, 10)])
+    assert page.timers == [first]
+
+
 async def test_no_shards_are_made_where_none_are_asked_for_and_a_claim_of_none_is_answered(store: SqliteStore) -> None:
     await store.ensure_shards(0)
     assert await store.shards() == []
