@@ -311,7 +311,7 @@ class Engine:
     def _lost(self, shard: Shard, unknown: DuetimeError | None = None) -> None:
         """`unknown`: what to tell about a commit under way, unless it was the one that was refused."""
         self.telemetry.shards_lost.value += 1
-        log.debug("shard %d is another's now", shard.shard_id)
+        log.debug("lost ownership of shard %d", shard.shard_id)
         if not self._newly_lost:
             asyncio.get_running_loop().call_soon(self._tell_lost)
         self._newly_lost += 1
@@ -319,7 +319,7 @@ class Engine:
 
     def _tell_lost(self) -> None:
         """One line for all that were lost together."""
-        log.warning("%d shards are another's now", self._newly_lost)
+        log.warning("lost ownership of %d shards", self._newly_lost)
         self._newly_lost = 0
 
     def _drop(self, shard: Shard, error: DuetimeError, unknown: DuetimeError | None = None) -> None:
@@ -421,7 +421,7 @@ class Engine:
                     self._once(self._look)
             except MemberDead as error:
                 # Whatever we held is another's. Begin again, under a new name.
-                log.error("dropping all shards and joining again: %s", error)
+                log.warning("dropping all shards and joining again under a new id: %s", error)
                 self._drop_all()
                 if isinstance(error, FailedOver):
                     self.membership.wait_before_claims()

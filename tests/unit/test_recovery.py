@@ -1003,14 +1003,14 @@ def test_shards_that_are_lost_together_are_one_line_of_the_log(caplog: pytest.Lo
         await asyncio.sleep(0.01)
         await world.engine.balance()
         await asyncio.sleep(0)
-        assert [r.getMessage() for r in caplog.records] == ["4 shards are another's now"]
+        assert [r.getMessage() for r in caplog.records] == ["lost ownership of 4 shards"]
         await asyncio.sleep(10)  # the other one is dead by now, and the shards are claimed again
         caplog.clear()
         await claim_for_another(store, 2, "a third")
         await asyncio.sleep(0.01)
         await world.engine.balance()
         await asyncio.sleep(0)
-        assert [r.getMessage() for r in caplog.records] == ["1 shards are another's now"]
+        assert [r.getMessage() for r in caplog.records] == ["lost ownership of 1 shards"]
 
     with caplog.at_level("WARNING", "duetime"):
         with_store(story, namespaces__default_num_shards=4)
