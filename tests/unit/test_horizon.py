@@ -238,6 +238,24 @@ class TestLoading:
 
         looking(story, shards=10)
 
+    def test_one_whose_load_failed_comes_after_the_others_until_a_load_succeeds(self) -> None:
+        async def story(place: Observatory) -> None:
+            place.errors = [StoreUnavailable("away")]
+            await until_loaded(place)
+            place.asked.clear()
+            for shard in place.shards.values():
+                shard.horizon = BEFORE_ALL
+            place.trouble[0] = StoreUnavailable("away")
+            await until_loaded(place)
+            await until_loaded(place)
+            assert place.horizon._failed_at_ms.keys() == {0}
+            assert place.horizon._need_of(place.shards[0]) > place.horizon._need_of(place.shards[2])
+            place.trouble.clear()
+            await until_loaded(place)
+            assert place.horizon._failed_at_ms == {}
+
+        looking(story, shards=3)
+
     def test_one_that_is_loading_is_not_loaded_a_second_time(self) -> None:
         async def story(place: Observatory) -> None:
             place.seconds = 10

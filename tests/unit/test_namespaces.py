@@ -406,6 +406,39 @@ def test_a_deletion_that_is_refused_leaves_the_namespace_as_it_was() -> None:
     on_faulty(story)
 
 
+def test_from_its_first_look_on_no_create_is_taken_in_a_namespace_that_is_being_deleted() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        shop = await make_shop(world)
+        deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
+        for _ in range(3):
+            await asyncio.sleep(1)
+            with pytest.raises(Unserved):
+                await create(world)
+        await deleting
+        assert replace(shop, deleted=True, revision=2) in await store.namespaces()
+        with pytest.raises(NotFound):
+            await create(world)
+
+    on_faulty(story)
+
+
+def test_a_mark_that_cannot_be_removed_changes_nothing_about_the_answer() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await make_shop(world)
+        marking = store.hold("put_namespace")  # the first look has found nothing
+        deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
+        await asyncio.sleep(0.1)
+        await create(world)
+        marking.set()
+        await asyncio.sleep(1)
+        store.fail("put_namespace", Fault.UNAVAILABLE)
+        with pytest.raises(Conflict) as caught:
+            await deleting
+        assert caught.value.code == "namespace_in_use"
+
+    on_faulty(story)
+
+
 def test_a_deletion_that_cannot_look_for_timers_says_so_and_deletes_nothing() -> None:
     async def story(world: World, store: FaultyStore) -> None:
         await make_shop(world)
@@ -432,6 +465,35 @@ def test_a_deletion_whose_instance_died_is_forgotten_after_a_while() -> None:
         await asyncio.sleep(9)
         assert (await create(world)).view.state is State.SCHEDULED
         assert not await store.put_namespace(replace(marked, deleted=True, revision=2), 1), "it has come too late"
+        assert world.engine.namespaces.known("shop") == replace(shop, revision=2)
+
+    on_faulty(story)
+
+
+def test_a_mark_that_was_removed_is_noticed_by_the_next_create() -> None:
+    """Not only with the next reading of the sweep, a second later."""
+
+    async def story(world: World, store: FaultyStore) -> None:
+        shop = await make_shop(world)
+        await store.put_namespace(replace(shop, deleting=True, revision=1), 0)
+        await asyncio.sleep(2)
+        assert (known := world.engine.namespaces.known("shop")) is not None
+        assert known.deleting
+        await store.put_namespace(replace(shop, revision=2), 1)
+        assert (await create(world)).view.state is State.SCHEDULED
+
+    on_faulty(story)
+
+
+def test_a_create_in_a_namespace_that_is_known_reads_nothing() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await make_shop(world)
+        before = store.calls["namespaces"]
+        for number in range(20):
+            await world.service.create(
+                TimerSpec(namespace="shop", timer_id=f"t{number}", delay_ms=60_000, if_absent=True)
+            )
+        assert store.calls["namespaces"] == before
 
     on_faulty(story)
 
