@@ -580,3 +580,30 @@ def test_a_namespace_with_a_row_that_cannot_be_decoded_is_not_empty() -> None:
         assert caught.value.code == "namespace_in_use"
 
     in_world(story, namespaces__default_num_shards=1)
+
+
+def test_of_timers_held_for_their_namespace_as_many_are_parked_as_asked_for_and_none_that_was_deleted() -> None:
+    async def story(world: World, store: FaultyStore) -> None:
+        await make_shop(world)
+        for name in ("a", "b", "c", "d"):
+            await create(world, 1_000, name)
+        shop = world.engine.namespaces._by_name.pop("shop")
+        reading = store.hold("namespaces")
+        await asyncio.sleep(0.9)
+        world.engine._under_way.add("_read_namespaces")  # as if it were being read all the time
+        await asyncio.sleep(1)
+        fire_loop = world.engine.fire_loop
+        assert fire_loop.waiting == 4
+        world.engine.namespaces._by_name["shop"] = shop
+        await world.service.delete(TimerKey("shop", "d"))
+        assert fire_loop.park(2) == 2
+        assert fire_loop.waiting == 1
+        assert world.engine.telemetry.parked.value == 2
+        world.engine._under_way.clear()
+        reading.set()
+        await asyncio.sleep(5)
+        assert world.destinations.called() == ["a"]
+        await asyncio.sleep(90)
+        assert sorted(world.destinations.called()) == ["a", "b", "c"]
+
+    on_faulty(story)
