@@ -28,7 +28,7 @@ serve: $(RUN_READY) ## run a server on ./duetime.db at http://127.0.0.1:8463
 	@$(BIN)/duetime serve
 
 test: check ## set up and pass all tests: check, unit, docs, conformance, simulation, end to end
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m scripts.run_tests $(TESTS)
 
 test-tidb: $(DEV_READY) ## the tests of a database on TiDB too, which is built first (a quarter of an hour, 5 GB)
 	DUETIME_TEST_TIDB=1 $(BIN)/python -m pytest -k tidb \

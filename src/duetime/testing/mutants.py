@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from duetime.api.peers import _RequestNumbers
 from duetime.engine import Engine
 from duetime.errors import Conflict, NotOwner, ShardLost
 from duetime.firing import FireLoop, Firing
@@ -170,9 +171,14 @@ def _take_again(self: Service, forward: Any) -> Any:
     return asyncio.ensure_future(carry_out())
 
 
+def _every_number_is_new(self: _RequestNumbers, receiver: str, sender: str, number: int) -> bool:
+    return True
+
+
 def _known_or_plain(self: Namespaces, name: str) -> Namespace | None:
+    """As on an instance that has not read the namespaces since this one was made."""
     known = _right_known(self, name)
-    if known is not None or name == "default":
+    if name == "default" or (known is not None and known.revision):
         return known
     return Namespace(name=name, num_shards=1, created_at_ms=0)
 
@@ -278,8 +284,8 @@ MUTANTS = (
     ),
     Mutant(
         "forward-taken-twice",
-        "a forward that the network repeats is carried out again",
-        ((Service, "take", _take_again),),
+        "a request between instances that the network repeats is accepted, and its orders are carried out again",
+        ((Service, "take", _take_again), (_RequestNumbers, "is_new", _every_number_is_new)),
     ),
     Mutant(
         "begin-without-looking",
@@ -315,6 +321,7 @@ MUTANTS = (
         "expired-not-restored",
         "a timer whose update could not be written in time is not armed again",
         ((Shard, "_restore", _restore_nothing),),
+        seeds=200,
     ),
     Mutant(
         "sent-again-without-looking",
