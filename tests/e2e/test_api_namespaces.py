@@ -176,6 +176,7 @@ async def test_the_status_of_the_cluster(api: Asker, server: RealServer) -> None
         "inFlight",
         "held",
         "writesWaiting",
+        "unreadable",
         "clockSkewMs",
     }
     assert always <= status.keys() <= always | {"oldestDueMs", "latenessP50Ms", "latenessP99Ms"}

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
+from weakref import WeakSet
 
 from msgspec import Struct
 
@@ -154,6 +155,7 @@ def connect(address: Address, connections: int, within_seconds: float = CONNECT_
         readConcernLevel="majority",
         readPreference="primary",
         datetime_conversion=DatetimeConversion.DATETIME_MS,
+        event_listeners=[_Connections()],
         **ours,
     )
 
@@ -163,6 +165,26 @@ async def close(client: Client) -> None:
     because a `close` that is cancelled half-way would leave connections open."""
     with contextlib.suppress(errors.PyMongoError), pymongo.timeout(CLOSE_SECONDS):
         await client.close()
+    for listener in client.options.event_listeners:
+        if isinstance(listener, _Connections):
+            listener.abort()
+
+
+class _Connections(pymongo.monitoring.ServerHeartbeatListener):
+    """The open connections of one client. The driver leaves some of them to the garbage collector, such as that of the
+    monitor of a server that belongs to another replica set. It is a listener because the driver hands a client's
+    listeners to whatever opens its connections; the events themselves do not matter."""
+
+    def __init__(self) -> None:
+        self.opened: WeakSet[Any] = WeakSet()
+
+    def abort(self) -> None:
+        for connection in list(self.opened):
+            connection.conn[0].abort()
+
+    def started(self, event: object) -> None: ...
+    def succeeded(self, event: object) -> None: ...
+    def failed(self, event: object) -> None: ...
 
 
 _driver_opens: Any = getattr(pymongo.asynchronous.pool, "_configured_protocol_interface", None)
@@ -172,7 +194,12 @@ async def _opens_or_closes(*args: Any, **options: Any) -> Any:
     """Opens a connection as the driver does. If that is cancelled half-way, as it is when a client is closed while its
     monitor connects, the driver leaves the socket to the garbage collector: here it is closed."""
     try:
-        return await _driver_opens(*args, **options)
+        connection = await _driver_opens(*args, **options)
+        listeners = getattr(args[1] if len(args) > 1 else None, "_event_listeners", None)
+        for listener in [] if listeners is None else listeners.event_listeners():
+            if isinstance(listener, _Connections):
+                listener.opened.add(connection)
+        return connection
     except BaseException as error:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             opened = frame.f_locals.get("sock")
