@@ -83,7 +83,8 @@ LOGINS: dict[str, Login] = {
     "cassandra": to_cassandra,
     "ministack": to_dynamodb,
 }
-THREADED_SECONDS = {"cassandra": 10.0}  # how long a driver with threads of its own may take to close
+# How long a driver with threads, or with monitors, of its own may take to close.
+THREADED_SECONDS = {"cassandra": 10.0, "mongodb": 5.0}
 NAMES = list(LOGINS)
 
 

@@ -336,8 +336,9 @@ class World:
 
     async def depart(self, instance: Instance) -> None:
         """A graceful stop: drain, release, sign off."""
+        if self.instances.pop(instance.name, None) is None:
+            return  # something else has ended it in the same moment
         self.tell(f"depart {instance.name}")
-        del self.instances[instance.name]
         try:
             await instance.inside(instance.engine.stop())
         except Exception as error:
