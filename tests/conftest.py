@@ -8,6 +8,7 @@ pytest_plugins = ["servers"]
 
 # A shell starts what it runs in the background (`make test &`) with SIGINT ignored, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # likewise `nohup make test`
 
 # No test depends on how fast the machine is.
 hypothesis.settings.register_profile("duetime", deadline=None)
