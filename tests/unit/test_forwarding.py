@@ -198,9 +198,9 @@ def test_a_namespace_that_another_instance_still_fills_is_not_deleted() -> None:
         await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
         await b.service.get_namespace("n")
         deleting = asyncio.ensure_future(a.service.delete_namespace("n"))
-        while not (known := a.engine.namespaces.known("n")) or not known.deleted:
+        while not (known := a.engine.namespaces.known("n")) or not known.deleting:
             await asyncio.sleep(0)
-        # The word has not got round: the other instance takes a create about a shard of its own.
+        # The other instance has not seen the mark yet, and takes a create about a shard of its own.
         await b.service.create(TimerSpec(namespace="n", timer_id=owned_by(b), delay_ms=60_000, callback_url=URL))
         with pytest.raises(Conflict, match="still has scheduled timers"):
             await deleting
