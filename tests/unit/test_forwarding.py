@@ -208,6 +208,7 @@ def test_a_namespace_that_another_instance_still_fills_is_not_deleted() -> None:
         assert (await b.service.get(TimerKey("n", owned_by(b)))).state is State.SCHEDULED
         await b.service.delete(TimerKey("n", owned_by(b)))
         await a.service.delete_namespace("n")
+        await asyncio.sleep(2)  # read again every second
         with pytest.raises(NotFound):
             await b.service.get_namespace("n")
 
