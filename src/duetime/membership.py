@@ -63,6 +63,7 @@ class Membership:
         self._bounds = OffsetBounds()  # of the database's clock
         self._wall_minus_boot_ms = clock.wall_ms() - clock.boot_ms()  # as of the last heartbeat
         self._correction_ms = 0  # what is taken off this machine's wall clock
+        self._latest_minus_boot_ms = self._wall_minus_boot_ms
         self._seen: dict[str, tuple[int, int]] = {}  # member -> (counter, boot time of its last change)
         self._observed_at_ms = _NEVER
         self._dead_since_ms: dict[str, int] = {}
@@ -95,6 +96,11 @@ class Membership:
         if abs(wall_ms - unjumped_ms) > _ROUNDING_MS:
             wall_ms = unjumped_ms - _ROUNDING_MS  # late is better than early
         return wall_ms - self._correction_ms
+
+    def latest_now_ms(self) -> int:
+        """The latest that it may be: what a delay is counted from. `now_ms` may be behind, and another instance whose
+        clock is measured better would fire the timer early."""
+        return max(self.now_ms(), self._clock.boot_ms() + self._latest_minus_boot_ms)
 
     @property
     def clock_error_ms(self) -> float:
@@ -170,6 +176,7 @@ class Membership:
         low_ms, high_ms = floor(bounds.low_ms), ceil(bounds.high_ms)
         self._wall_minus_boot_ms = offset_ms
         self.skew_ms = offset_ms - min(max(offset_ms, low_ms), high_ms)
+        self._latest_minus_boot_ms = high_ms if abs(self.skew_ms) > _ROUNDING_MS else offset_ms
         if abs(self.skew_ms) > _ROUNDING_MS:
             self._correction_ms = offset_ms - low_ms + _ROUNDING_MS  # late is better than early
         elif capabilities.exclusive:  # the database's clock is this machine's

@@ -152,7 +152,7 @@ class Owner:
 
     def _timer_of(self, spec: TimerSpec, namespace: Namespace, shard: Shard) -> Timer:
         now_ms = self._engine.membership.now_ms()
-        execute_at_ms = self._instant(spec.execute_at_ms, spec.delay_ms, now_ms)
+        execute_at_ms = self._instant(spec.execute_at_ms, spec.delay_ms)
         callback_url = spec.callback_url or namespace.callback_url
         if callback_url is None:
             raise InvalidField("callbackUrl", "callbackUrl is required: the namespace has no default target")
@@ -181,11 +181,12 @@ class Owner:
             extras=extras,
         )
 
-    def _instant(self, execute_at_ms: int | None, delay_ms: int | None, now_ms: int) -> int:
+    def _instant(self, execute_at_ms: int | None, delay_ms: int | None) -> int:
         if execute_at_ms is not None:
             return execute_at_ms
         if delay_ms is None:
             raise InvalidField("executeAt", "one of executeAt and delay is required")
+        now_ms = self._engine.membership.latest_now_ms()
         if now_ms + delay_ms >= LATEST_MS:
             raise InvalidField("delay", "delay must end before 9999-01-01T00:00:00Z")
         return now_ms + delay_ms
@@ -247,7 +248,6 @@ class Owner:
             at_ms = self._instant(
                 None if patch.execute_at_ms is UNSET else patch.execute_at_ms,
                 None if patch.delay_ms is UNSET else patch.delay_ms,
-                self._engine.membership.now_ms(),
             )
             changed = _replace(
                 changed, execute_at_ms=at_ms, scheduled_at_ms=at_ms, attempts=0, extras=changed.extras.asked_for()

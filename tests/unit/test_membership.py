@@ -932,6 +932,19 @@ class TestOffset:
 
         in_town(story)
 
+    def test_a_delay_is_counted_from_the_latest_that_it_may_be(self) -> None:
+        """Another instance, whose clock is measured better, may have to fire the timer."""
+
+        async def story(town: Town) -> None:
+            right, ahead, behind = town.member(), town.member(300), town.member(-300)
+            for member in (right, ahead, behind):
+                member.line.lag = member.line.lag_back = 0.05
+                await member.join()
+                assert member.now_ms() <= town.clock.wall_ms() <= member.latest_now_ms()
+            assert right.latest_now_ms() == town.clock.wall_ms()
+
+        in_town(story)
+
     def test_of_what_a_slow_answer_leaves_open_all_but_five_milliseconds_are_taken_off(self) -> None:
         async def story(town: Town) -> None:
             a = town.member()
