@@ -9,7 +9,7 @@ import pytest
 from engine_world import URL, World
 from test_forwarding import Wires, of_two, owned_by
 
-from duetime.errors import DuetimeError, OutcomeUnknown, StoreUnavailable
+from duetime.errors import DuetimeError, StoreUnavailable
 from duetime.model import NamespaceSpec, TimerKey, TimerSpec, shard_of
 from duetime.peers import CreateOrder, Forward
 from duetime.store import Store
