@@ -241,7 +241,11 @@ def _overtaken(history: Sequence[Wish], index: int, call: Callback) -> Iterator[
     for number, wish in enumerate(history[index + 1 :], index + 1):
         if wish.asked_at_ms < put.told_at_ms or wish.result is not Result.OK or call.started_at_ms <= wish.told_at_ms:
             continue
-        if wish.kind is Kind.PUT or (wish.kind is Kind.DELETE and not _replayed(history[number + 1 :], call)):
+        # A replay that was under way when the delete was asked for may come after it.
+        beside = [other for other in history[:number] if other.told_at_ms > wish.asked_at_ms]
+        if wish.kind is Kind.PUT or (
+            wish.kind is Kind.DELETE and not _replayed([*beside, *history[number + 1 :]], call)
+        ):
             yield "C", f"{call.value!r} started {call.started_at_ms - wish.told_at_ms} ms after {_named(wish)}"
 
 

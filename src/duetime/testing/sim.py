@@ -285,7 +285,8 @@ class World:
         self.violations.append(Violation("N", timer, what, ""))
 
     def judge_left_behind(self) -> None:
-        acknowledged = {wish.value or wish.timer for wish in self.wishes if wish.result is Result.OK}
+        done = [wish for wish in self.wishes if wish.result is Result.OK and wish.kind is not Kind.DELETE]
+        acknowledged = {wish.value or wish.timer for wish in done}
         for timer, value in self.left_behind:
             if acknowledged & {timer, value}:
                 self._violated(
