@@ -114,21 +114,26 @@ class SimEngine(Engine):
     """Reports when a shard was released although deliveries were still in flight at the drain timeout: these may be
     repeated. (Not those that were begun during the drain.)"""
 
-    def tell_of(self, told: Callable[[int, int], None]) -> None:
+    def tell_of(self, told: Callable[[int, int], None], dead: Callable[[], None]) -> None:
         self._told = told
-        self._release_began_ms: dict[int, int] = {}
+        self._dead = dead
+        self._release_began_ms: dict[Shard, int] = {}
 
     async def _release(self, shards: list[Shard], *args: Any) -> None:
         for shard in shards:
-            self._release_began_ms.setdefault(id(shard), self.clock.boot_ms())  # its release may have begun already
+            self._release_began_ms.setdefault(shard, self.clock.boot_ms())  # its release may have begun already
         await super()._release(shards, *args)
 
     def _drop(self, shard: Shard, *args: Any) -> None:
-        began_ms = self._release_began_ms.pop(id(shard), None)
+        began_ms = self._release_began_ms.pop(shard, None)
         waited_ms = 0 if began_ms is None else self.clock.boot_ms() - began_ms
         if not shard.is_quiet and began_ms is not None and waited_ms >= self._config.server.drain_timeout.ms:
             self._told(began_ms - self.clock.boot_ms(), 0)
         super()._drop(shard, *args)
+
+    def _drop_all(self) -> None:
+        self._dead()
+        super()._drop_all()
 
 
 class Instance:
@@ -153,7 +158,7 @@ class Instance:
             address=name,
             rng=random.Random(world.rng.getrandbits(64)),
         )
-        self.engine.tell_of(self._drain_timed_out)
+        self.engine.tell_of(self._drain_timed_out, self._declared_dead)
         self.service = Service(config, self.engine, store, deliverer, SimPeers(world, self))
 
     def inside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -190,6 +195,11 @@ class Instance:
     @property
     def up(self) -> bool:
         return self.started.is_set()
+
+    def _declared_dead(self) -> None:
+        """It was declared dead, or joins again after a join that failed: it drops what it has in flight."""
+        now_ms = self.world.now_ms()
+        self.world.explain(Fault("declared dead", now_ms, now_ms, self.name))
 
     def _drain_timed_out(self, began_ms: int, dropped_ms: int) -> None:
         """Relative to now. What was begun before the drain and is not on record at its end may be repeated."""
