@@ -18,7 +18,7 @@ SEEDS = int(os.environ.get("SEEDS") or (2_000 if os.environ.get("CI") == "true" 
 # Seeds that break an invariant, and nobody knows yet whether the engine or the judge is wrong. They are open findings:
 # look at one with `python -m duetime.testing.simulate --seed N --story`. A change of the code gives every seed another
 # history, so this list is good for one state of the code only.
-NOT_EXPLAINED = frozenset({551, 920, 1473})
+NOT_EXPLAINED = frozenset({551, 920, 1473, 1799})
 
 
 @pytest.fixture(scope="module")
