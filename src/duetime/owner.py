@@ -151,8 +151,7 @@ class Owner:
         return Created(view_of(shard, key, found), replaced=False, existed=True)
 
     def _timer_of(self, spec: TimerSpec, namespace: Namespace, shard: Shard) -> Timer:
-        now_ms = self._engine.membership.now_ms()
-        execute_at_ms = self._instant(spec.execute_at_ms, spec.delay_ms)
+        created_at_ms, execute_at_ms = self._instants(spec.execute_at_ms, spec.delay_ms)
         callback_url = spec.callback_url or namespace.callback_url
         if callback_url is None:
             raise InvalidField("callbackUrl", "callbackUrl is required: the namespace has no default target")
@@ -172,7 +171,7 @@ class Owner:
             generation=shard.next_generation(),
             execute_at_ms=execute_at_ms,
             scheduled_at_ms=execute_at_ms,
-            created_at_ms=now_ms,
+            created_at_ms=created_at_ms,
             callback_url=callback_url,
             payload=spec.payload,
             retry_policy=spec.retry_policy,
@@ -181,15 +180,17 @@ class Owner:
             extras=extras,
         )
 
-    def _instant(self, execute_at_ms: int | None, delay_ms: int | None) -> int:
+    def _instants(self, execute_at_ms: int | None, delay_ms: int | None) -> tuple[int, int]:
+        """Now, and the time to execute at. A delay is exactly the difference of the two."""
+        membership = self._engine.membership
         if execute_at_ms is not None:
-            return execute_at_ms
+            return membership.now_ms(), execute_at_ms
         if delay_ms is None:
             raise InvalidField("executeAt", "one of executeAt and delay is required")
-        now_ms = self._engine.membership.latest_now_ms()
+        now_ms = membership.latest_now_ms()
         if now_ms + delay_ms >= LATEST_MS:
             raise InvalidField("delay", "delay must end before 9999-01-01T00:00:00Z")
-        return now_ms + delay_ms
+        return now_ms, now_ms + delay_ms
 
     def check_target(self, url: str) -> None:
         try:
@@ -245,7 +246,7 @@ class Owner:
             ),
         )
         if patch.execute_at_ms is not UNSET or patch.delay_ms is not UNSET:
-            at_ms = self._instant(
+            _, at_ms = self._instants(
                 None if patch.execute_at_ms is UNSET else patch.execute_at_ms,
                 None if patch.delay_ms is UNSET else patch.delay_ms,
             )
