@@ -26,6 +26,7 @@ _PAGE_TIMERS_MIN = 50
 _LOADERS = 4
 _SHARDS_PER_LOAD = 64  # of which little is expected: thousands of idle shards must cost next to nothing
 _URGENT_MS = 5_000
+_PRESSING_MS = 2_000  # what is due within this time cannot wait for the next `look`
 _ROOMY = 0.75  # of the cap: beyond it only what is urgent is loaded
 _RELIEVED = 0.5
 
@@ -53,6 +54,7 @@ class Horizon:
         self._relieving = False
         self._page_timers = max(_PAGE_TIMERS_MIN, min(_PAGE_TIMERS_MAX, config.timers_in_memory_max // 10))
         self.weight = 0  # of everything in memory
+        self._wake_at_weight = -1  # a shard has to be loaded as soon as the weight is down to this; -1: none
         self._trouble = Trouble("could not load timers that come near", "timers are loaded again")
 
     # --- the account ------------------------------------------------------------------------------
@@ -62,6 +64,9 @@ class Horizon:
         if self.weight > self._config.timers_in_memory_max and not self._relieving:
             self._relieving = True
             asyncio.get_running_loop().call_soon(self.relieve)
+        elif self.weight <= self._wake_at_weight:
+            self._wake_at_weight = -1
+            self._wake.set()
 
     def relieve(self) -> None:
         """Make room: forget the furthest, then put back what nobody takes."""
@@ -131,8 +136,11 @@ class Horizon:
         cap = self._config.timers_in_memory_max
         while self._needy:
             _, horizon_ms, shard_id = self._needy[0]
-            urgent = horizon_ms < self._membership.now_ms() + _URGENT_MS
+            near_ms = horizon_ms - self._membership.now_ms()
+            urgent = near_ms < _URGENT_MS
             if self.weight > (cap if urgent else cap * _ROOMY):
+                if near_ms < _PRESSING_MS:
+                    self._wake_at_weight = cap
                 if urgent and self._fire_loop.waiting > self._half():
                     self._fire_loop.park(self._page_timers)
                 return None  # asked again within a second, when there may be room

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from duetime.testing.checker import Callback, Fault, Kind, Result, Violation, Wish, judge, repetitions
 
@@ -55,6 +56,12 @@ def test_a_repetition_is_excused_by_a_fault_that_struck_its_sender_before_it_cou
     fault: Fault, is_excused: bool
 ) -> None:
     assert judged(TWICE, [fault]) == ([] if is_excused else ["R"])
+
+
+def test_a_repeat_on_a_fresh_connection_is_excused_by_what_struck_the_sender_after_the_attempt_began() -> None:
+    drain = Fault("drain timed out", 3_000, 100, "a")  # what began before 100 and is not on record at 3,000
+    assert judged(TWICE, [drain]) == ["R"]
+    assert judged([replace(TWICE[0], begun_at_ms=90), TWICE[1]], [drain]) == []
 
 
 def test_a_retry_that_the_receiver_asked_for_is_no_repetition() -> None:

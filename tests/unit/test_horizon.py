@@ -494,6 +494,26 @@ class TestMemory:
 
         looking(story, timers_in_memory_max=1_000)
 
+    @pytest.mark.parametrize(("near_ms", "loaded"), [(1_999, True), (2_000, False)])
+    def test_a_shard_that_cannot_wait_for_the_next_look_is_loaded_as_soon_as_there_is_room(
+        self, near_ms: int, loaded: bool
+    ) -> None:
+        async def story(place: Observatory) -> None:
+            place.horizon.relieve = lambda: None  # type: ignore[method-assign]
+            place.horizon.remember(1_002)
+            place.shards[0].horizon = end_of(place.clock.wall_ms() + near_ms)
+            place.horizon.look()
+            await asyncio.sleep(0)
+            place.horizon.remember(-1)
+            await asyncio.sleep(0.01)
+            assert place.asked == [], "still over the cap"
+            place.horizon.remember(-1)
+            await asyncio.sleep(0.01)
+            assert bool(place.asked) == loaded
+            place.horizon.remember(-1_000)
+
+        looking(story, timers_in_memory_max=1_000)
+
     def test_over_the_cap_nothing_is_loaded_and_what_waits_is_put_back_to_make_room(self) -> None:
         async def story(place: Observatory) -> None:
             place.horizon.relieve = lambda: None  # type: ignore[method-assign]

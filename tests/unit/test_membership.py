@@ -945,6 +945,17 @@ class TestOffset:
 
         in_town(story)
 
+    def test_where_the_databases_clock_is_this_machines_a_delay_is_counted_from_that(self) -> None:
+        async def told(clock: VirtualClock) -> None:
+            store = MemoryStore(clock)
+            store.capabilities = replace(MemoryStore.capabilities, exclusive=True)
+            a = Town(clock, store).member()
+            a.line.lag = a.line.lag_back = 0.05
+            await a.join()
+            assert a.latest_now_ms() == a.now_ms() == clock.wall_ms()
+
+        run_virtual(told)
+
     def test_of_what_a_slow_answer_leaves_open_all_but_five_milliseconds_are_taken_off(self) -> None:
         async def story(town: Town) -> None:
             a = town.member()

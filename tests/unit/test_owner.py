@@ -148,6 +148,28 @@ def test_a_delay_that_ends_after_the_last_instant_is_refused() -> None:
     in_world(story)
 
 
+class SlowHeartbeats(MemoryStore):
+    """The clock is read when a heartbeat is sent, or when it is answered 100 ms later: nobody can tell which."""
+
+    async def heartbeat(self, instance_id: str, counter: int) -> int:
+        await asyncio.sleep(0.1)
+        return await super().heartbeat(instance_id, counter)
+
+
+def test_a_delay_is_the_difference_of_createdat_and_executeat_however_badly_the_clock_is_known() -> None:
+    async def story(world: World) -> None:
+        membership = world.engine.membership
+        assert membership.latest_now_ms() > membership.now_ms()
+        timer = (await world.create("x", HOUR_MS)).view.timer
+        assert timer.created_at_ms == membership.latest_now_ms()
+        assert timer.execute_at_ms == timer.created_at_ms + HOUR_MS
+        at_ms = membership.now_ms() + 1
+        timer = (await world.service.create(spec_at(at_ms))).view.timer
+        assert (timer.created_at_ms, timer.execute_at_ms) == (at_ms - 1, at_ms)
+
+    in_world(story, new_store=SlowHeartbeats)
+
+
 # --- ifAbsent ------------------------------------------------------------------------------------
 
 

@@ -76,6 +76,7 @@ class Callback(Struct, frozen=True):
     accepted_at_ms: int = 0  # when the receiver said that it is done; 0: it did not
     recorded_at_ms: int = 0  # when the outcome of this attempt was in the database; 0: not known
     over_at_ms: int = 0  # when the end of this delivery was in the database; 0: not known
+    begun_at_ms: int = 0  # if this is a repeat on a fresh connection: when the attempt began; 0: it is none
 
 
 class Fault(Struct, frozen=True):
@@ -164,9 +165,10 @@ def _needless(history: Sequence[Wish], seen: Sequence[Callback], faults: Sequenc
         if any(fault.delivery == before.delivery for fault in faults if fault.delivery):
             continue
         came = f"{before.value!r} was accepted from {before.owner} at {_clock(before.accepted_at_ms)} and came again"
+        begun_ms = before.begun_at_ms or before.started_at_ms
         on_record_ms = before.recorded_at_ms or before.over_at_ms or before.accepted_at_ms + _ON_RECORD_WITHIN_MS
         struck = (fault for fault in faults if fault.who in ("", before.owner) and not fault.delivery)
-        if not any(fault.from_ms <= on_record_ms and fault.until_ms >= before.started_at_ms for fault in struck):
+        if not any(fault.from_ms <= on_record_ms and fault.until_ms >= begun_ms for fault in struck):
             yield "R", f"{came} from {again.owner}, though nothing had happened to {before.owner}"
 
 

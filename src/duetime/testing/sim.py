@@ -347,8 +347,7 @@ class World:
 
     async def depart(self, instance: Instance) -> None:
         """A graceful stop: drain, release, sign off."""
-        if self.instances.pop(instance.name, None) is None:
-            return  # something else has ended it in the same moment
+        self.instances.pop(instance.name, None)
         self.tell(f"depart {instance.name}")
         try:
             await instance.inside(instance.engine.stop())
@@ -412,7 +411,7 @@ class World:
 
     async def _replace(self, victim: Instance) -> None:
         """One instance leaves in order, another joins; with an exclusive store, after it."""
-        if victim.name not in self.instances:
+        if self.instances.pop(victim.name, None) is None:
             return  # something else has ended it in the same moment
         departure = self.outside(self.depart(victim))
         self._changes.append(departure)

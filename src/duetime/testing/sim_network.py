@@ -230,6 +230,7 @@ class SimDeliverer:
         if attempt.begin() is None:
             return Outcome(Contact.NOT_SENT)
         self._check_namespace(attempt)
+        begun_at_ms = 0
         if world.stormy and rng.random() < scenario.dead_connections:
             # As the HTTP client does it: a kept-alive connection turns out dead, and the request goes on a new one.
             if rng.random() < 0.5:
@@ -237,11 +238,12 @@ class SimDeliverer:
                 world.outside(self._receive(attempt, world.now_ms(), None))
             else:
                 world.fault("request lost on a dead connection")
+            begun_at_ms = world.now_ms()
             await asyncio.sleep(rng.uniform(0.0001, 1.5))
             if attempt.begin() is None:
                 return Outcome(Contact.BROKEN, error="connection closed before the answer")
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        world.outside(self._receive(attempt, world.now_ms(), answer))
+        world.outside(self._receive(attempt, world.now_ms(), answer, begun_at_ms))
         outcome = await answer
         if world.stormy and rng.random() < scenario.broken_deliveries:
             self._explains(attempt, "delivery broke after it was answered")
@@ -262,7 +264,9 @@ class SimDeliverer:
         world.fault(kind)
         world.explain(Fault(kind, world.now_ms(), world.now_ms(), self._name, attempt.timer.delivery_id))
 
-    async def _receive(self, attempt: Attempt, started_at_ms: int, answer: asyncio.Future[Outcome] | None) -> None:
+    async def _receive(
+        self, attempt: Attempt, started_at_ms: int, answer: asyncio.Future[Outcome] | None, begun_at_ms: int = 0
+    ) -> None:
         """The receiver. Without an `answer` its response is lost."""
         world, rng, timer = self._world, self._world.rng, attempt.timer
         call = Callback(
@@ -274,6 +278,7 @@ class SimDeliverer:
             fence=attempt.fence,
             owner=self._name,
             delivery=timer.delivery_id,
+            begun_at_ms=begun_at_ms,
         )
         number = world.saw(call)
         outcome, seconds = self._decide(timer.callback_url, timer.extras.occurrence)
