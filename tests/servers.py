@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, cast, overload
 
 import pytest
-from scripts.servers import CannotInstall, PgBouncer, Postgres, Server, Toxiproxy, new_server
+from scripts.servers import CannotInstall, PgBouncer, Postgres, Server, TiDb, Toxiproxy, new_server
 
 __all__ = ["at_port", "fresh_database", "own", "port_of", "postgres", "require"]
 
@@ -122,9 +122,26 @@ def database_url(postgres_server: Postgres) -> str:
     return fresh_database(postgres_server)
 
 
-def pytest_sessionfinish() -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests on TiDB are left out unless it was asked for or is there already."""
+    of_tidb = [item for item in items if item.get_closest_marker("tidb")]
+    if of_tidb and os.environ.get("DUETIME_TEST_TIDB") != "1" and not TiDb.is_built():
+        _missing["tidb"] = "takes a quarter of an hour to build; `make test-tidb` does it"
+        config.hook.pytest_deselected(items=of_tidb)
+        items[:] = [item for item in items if item not in set(of_tidb)]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
     while _running:
         _running.popitem()[1].stop()
+    if hasattr(session.config, "workeroutput"):  # this is a process of pytest-xdist
+        session.config.workeroutput["missing"] = _missing
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process of pytest-xdist has ended."""
+    _missing.update(getattr(node, "workeroutput", {}).get("missing", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -132,4 +149,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("SERVERS THAT WERE NOT TESTED", sep="!", red=True, bold=True)
         for name, why in sorted(_missing.items()):
             terminalreporter.write_line(f"{name}: {why}", red=True)
-        terminalreporter.write_line("Tests that need them were skipped, or failed if CI=true.", red=True)
+        terminalreporter.write_line("Tests that need them were left out or skipped, or failed if CI=true.", red=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from on_mysql import needs_tidb
+import pytest
 from on_server import OnServer
 
 
@@ -14,6 +14,6 @@ class TestMySql(OnServer):
     SERVER = "mysql"
 
 
-@needs_tidb
+@pytest.mark.tidb
 class TestTiDb(OnServer):
     SERVER = "tidb"
