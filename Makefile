@@ -8,7 +8,7 @@ RUN_READY := $(VENV)/.duetime-run
 DEV_READY := $(VENV)/.duetime-dev
 SEEDS ?= 200
 MINUTES ?= 10
-MODULES ?= shard lane
+MODULES ?= engine/shard
 JOBS ?= 2
 # The fast ones first, so that they fail first.
 TESTS := $(wildcard tests/unit tests/docs tests/conformance tests/sim tests/e2e)
@@ -47,7 +47,7 @@ sim: $(DEV_READY) ## play SEEDS=200 stories of the simulated cluster; a failing 
 prove: $(DEV_READY) ## seeds run, faults by kind, mutants caught, statements reached, cases of the failure catalogue
 	$(BIN)/python scripts/prove.py --seeds $(SEEDS)
 
-mutate: $(DEV_READY) ## change single lines of MODULES="shard lane" and see whether a test fails (takes minutes)
+mutate: $(DEV_READY) ## change single lines of MODULES="engine/shard engine/flow" and see whether a test fails (takes minutes)
 	$(BIN)/python -m scripts.mutate $(MODULES) --jobs $(JOBS)
 
 chaos: $(DEV_READY) ## three instances on a real PostgreSQL in a storm of faults for MINUTES=10, judged by the checker

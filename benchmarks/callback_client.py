@@ -27,8 +27,8 @@ from duetime.clock import SystemClock
 from duetime.config import load_config
 from duetime.deliveries.webhook import Webhook
 from duetime.delivery import Attempt
-from duetime.http_client import HttpClient, parse_target
-from duetime.model import Contact, Namespace, Timer, uuid_of
+from duetime.domain.timer import Contact, Namespace, Timer, uuid_of
+from duetime.http.client import HttpClient, parse_target
 from duetime.signing import new_secret
 
 ANSWER = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 11\r\n\r\n{"ok":true}'

@@ -28,7 +28,7 @@ from scripts.servers import Postgres, running
 
 from benchmarks.checks import check_disk, until_answers
 from benchmarks.core import TARGET, cpu_seconds, machine, process, receiving, report, say, wall_ms
-from duetime.timetext import format_instant
+from duetime.domain.instants import format_instant
 
 FIRST_PORT = 18_463
 SHARE = 0.25  # of a core, for each instance

@@ -27,10 +27,10 @@ from typing import Any
 import apsw
 
 from benchmarks.checks import check_disk, get, until_answers
-from duetime.model import Timer, shard_of, uuid_of
+from duetime.domain.instants import format_instant
+from duetime.domain.timer import Timer, shard_of, uuid_of
 from duetime.store import Batch, Claim
-from duetime.stores.sqlite import WRITER_PRAGMAS, SqliteStore
-from duetime.timetext import format_instant
+from duetime.stores.sqlite.store import WRITER_PRAGMAS, SqliteStore
 
 PORT, RECEIVER_PORT = 18_463, 18_900
 TARGET = f"http://127.0.0.1:{RECEIVER_PORT}/hook"

@@ -26,10 +26,10 @@ from scripts.servers import Postgres, free_port, running
 
 from benchmarks.checks import check_disk, until_answers
 from benchmarks.drawing import dot, line, picture, text
-from duetime.http_client import HttpClient
-from duetime.http_server import Request, Response, serve_http
-from duetime.model import shard_of
-from duetime.timetext import format_instant
+from duetime.domain.instants import format_instant
+from duetime.domain.timer import shard_of
+from duetime.http.client import HttpClient
+from duetime.http.server import Request, Response, serve_http
 
 INSTANCES, SHARDS = 3, 16
 EVERY_MS, SECONDS, KILL_AFTER_SECONDS = 10, 30, 10

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.checks import check_own
-from duetime.api.app import Api
+from duetime.api.dispatch import Api
 from duetime.config import load_config
-from duetime.http_server import Request, Response, serve_http
-from duetime.model import Created, State, Timer, TimerSpec, TimerView
-from duetime.service import Service
+from duetime.domain.timer import Created, State, Timer, TimerSpec, TimerView
+from duetime.http.server import Request, Response, serve_http
+from duetime.service.service import Service
 from duetime.telemetry import Telemetry
 
 BODY = (

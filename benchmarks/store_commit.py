@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checks import check_disk
-from duetime.model import BEFORE_ALL, Timer, shard_of
+from duetime.domain.timer import BEFORE_ALL, Timer, shard_of
 from duetime.store import Batch, Claim, Fence, Stretch
-from duetime.stores import sqlite_file, sqlite_sql
 from duetime.stores.rows import timer_values
-from duetime.stores.sqlite import WRITER_PRAGMAS, SqliteStore
+from duetime.stores.sqlite import connection as sqlite_connection
+from duetime.stores.sqlite import statements as sqlite_statements
+from duetime.stores.sqlite.store import WRITER_PRAGMAS, SqliteStore
 from duetime.testing import make_reached, make_timer
 
 SHARDS = 16
@@ -52,16 +53,16 @@ def some_timers(count: int) -> list[Timer]:
 
 def bare(path: Path, timers: list[Timer], size: int, *, many: bool) -> float:
     """Rows per second of inserting, and nothing else: no thread, no fence, no key that is looked up."""
-    sqlite_file.migrate(str(path))
-    db = sqlite_file.connect(str(path), *WRITER_PRAGMAS)
+    sqlite_connection.migrate(str(path))
+    db = sqlite_connection.connect(str(path), *WRITER_PRAGMAS)
     rows = [(shard_of(timer.timer_id, SHARDS), *timer_values(timer)) for timer in timers]
     started = time.perf_counter()
     for first in range(0, len(rows), size):
         db.execute("BEGIN IMMEDIATE")
         if many:
-            db.executemany(sqlite_sql.INSERTS[2][1], rows[first : first + size])
+            db.executemany(sqlite_statements.INSERTS[2][1], rows[first : first + size])
         else:
-            sqlite_sql.insert_rows(db, 2, rows[first : first + size])
+            sqlite_statements.insert_rows(db, 2, rows[first : first + size])
         db.execute("COMMIT")
     elapsed = time.perf_counter() - started
     db.close()

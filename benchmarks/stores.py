@@ -31,7 +31,7 @@ from scripts.servers import ServerError, running
 from benchmarks.checks import check_disk
 from benchmarks.core import machine, say
 from benchmarks.drawing import dot, line, picture, text
-from duetime.model import BEFORE_ALL, Timer, shard_of
+from duetime.domain.timer import BEFORE_ALL, Timer, shard_of
 from duetime.store import Batch, Claim, Committed, Fence, Member, Page, Store, Stretch, open_store
 from duetime.testing import make_reached, make_timer
 

@@ -6,11 +6,11 @@ that execute the changed line, the fastest first, and if they all pass, against 
 fails nothing has survived: either a test is missing, or the change is harmless and scripts/mutate_survivors.toml says
 why.
 
-    python -m scripts.mutate shard lane             two modules of src/duetime, with the tests of the table below
+    python -m scripts.mutate engine/shard engine/flow   two modules of src/duetime, with the tests of the table below
     python -m scripts.mutate stores/memory --lines 40-80
-    python -m scripts.mutate shard --list           only list the mutants
-    python -m scripts.mutate shard --tests tests/unit/test_engine.py
-    make mutate MODULES="shard lane"
+    python -m scripts.mutate engine/shard --list          only list the mutants
+    python -m scripts.mutate shard --tests tests/unit/engine/test_engine.py
+    make mutate MODULES="engine/shard engine/flow"
 
 Prints every survivor that is not in scripts/mutate_survivors.toml, as a diff, and a summary. The exit code is 1 if
 there is one. To accept a survivor, copy what is printed below it into scripts/mutate_survivors.toml and add the reason.
@@ -56,47 +56,40 @@ PACKAGE = ROOT / "src" / "duetime"
 SURVIVORS = Path(__file__).with_name("mutate_survivors.toml")
 
 
-def _unit(*names: str) -> tuple[str, ...]:
-    return tuple(f"tests/unit/test_{name}.py" for name in names)
+def _unit(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/{folder}/test_{name}.py" for name in names)
 
 
 _ENGINE = (
-    *_unit("shard", "firing", "horizon", "lane_alone", "moves", "namespaces", "unexpected_errors"),
-    *_unit("cluster_rare", "engine_rare", "cases_engine", "owner", "lane", "flow", "membership", "forwarding"),
-    *_unit("moves", "namespaces", "recovery", "service", "unexpected_errors"),
-    *_unit("status", "engine", "api", "telemetry"),
+    *_unit("engine", "shard", "fire_loop", "look_ahead", "group_commit_alone", "moves", "namespaces"),
+    *_unit("engine", "unexpected_errors", "engine_rare", "cases_engine", "group_commit", "flow", "recovery", "engine"),
+    *_unit("cluster", "cluster_rare", "membership"),
+    *_unit("service", "commands", "forwarding", "service", "status"),
+    "tests/unit/api/test_api.py",
+    "tests/unit/test_telemetry.py",
     *(f"tests/sim/test_{name}.py" for name in ("cases_cluster", "failover", "refused_forwards")),
 )
 _STORES = (
-    *_unit(
-        "fencing",
-        "merging",
-        "sessions",
-        "sql_store",
-        "sqlite_store",
-        "sqlite_sql",
-        "sqlite_errors",
-        "sqlite_file",
-        "oracle_sql",
-    ),
-    *_unit("sqlserver_sql"),
+    *_unit("stores", "fencing", "merging", "sessions", "sql_store", "oracle_sql", "sqlserver_sql"),
+    *_unit("stores", "sqlite_store", "sqlite_sql", "sqlite_errors", "sqlite_file"),
     "tests/conformance/test_stores.py",
     "tests/sim/test_failover.py",
 )
+_PEERS = (*_unit("cluster", "peers", "peer_client"), "tests/unit/api/test_peer_server.py", *_ENGINE)
 # Which tests could notice a mutant of a module. Only tests that run the module in their own process are of use. A file
 # too many costs little: a mutant is run only against tests that execute its line. Modules not named here have the tests
 # of the engine and the file called like themselves.
 TESTS: dict[str, tuple[str, ...]] = {
-    "model": (*_unit("model"), *_ENGINE, *_STORES),
-    "timetext": _unit("timetext", "config", "api"),
+    "domain/timer": (*_unit("domain", "timer"), *_ENGINE, *_STORES),
+    "domain/instants": (*_unit("domain", "instants"), "tests/unit/test_config.py", "tests/unit/api/test_api.py"),
     "store": (*_ENGINE, *_STORES),
-    "api/peers": (*_unit("peers"), *_ENGINE),
-    "peers": (*_unit("peers"), *_ENGINE),
-    "peer_calls": (*_unit("peers"), *_ENGINE),
-    "peer_wire": (*_unit("peers"), *_ENGINE),
-    "wire": _unit("wire", "http_client", "http_server"),
-    "deliveries/egress": _unit("egress", "webhook"),
-    "deliveries/webhook": _unit("webhook", "egress", "signing"),
+    "api/peer_server": _PEERS,
+    "cluster/forwarding": _PEERS,
+    "cluster/peer_client": _PEERS,
+    "cluster/peer_protocol": _PEERS,
+    "wire": ("tests/unit/test_wire.py", *_unit("http", "http_client", "http_server")),
+    "deliveries/egress": _unit("deliveries", "egress", "webhook"),
+    "deliveries/webhook": _unit("deliveries", "webhook", "egress", "signing"),
 }
 
 SURVIVED, BY_TESTS, BY_SIMULATOR = 0, 10, 11  # exit codes of the process of a mutant
@@ -264,7 +257,7 @@ def play(seeds: int) -> str:
     """Play the first seeds of the simulator. Empty if all went well, else what did not."""
     if not seeds:
         return ""
-    from duetime.testing.sim import simulate  # not before: the mutant may be part of it
+    from duetime.testing.simulation.world import simulate  # not before: the mutant may be part of it
 
     logging.disable(logging.CRITICAL)
     for seed in range(seeds):
@@ -491,7 +484,7 @@ def find_target(name: str, tests: list[str] | None) -> Target:
     if files is None and short.startswith("stores/"):
         files = _STORES
     if files is None:
-        own = f"tests/unit/test_{path.stem}.py"
+        own = f"tests/unit/{short.rpartition('/')[0]}/test_{path.stem}.py".replace("//", "/")
         files = (*((own,) if (ROOT / own).is_file() else ()), *_ENGINE)
     return Target(short, path, tuple(str(ROOT / file) for file in dict.fromkeys(files)))
 

@@ -14,20 +14,20 @@ from typing import Final
 
 from msgspec import Struct
 
-from duetime.api.app import TEXT, Api
 from duetime.api.auth import check_binding, is_loopback, split_listen
+from duetime.api.dispatch import TEXT, Api
 from duetime.clock import Clock, SystemClock
+from duetime.cluster.forwarding import Peers
+from duetime.cluster.peer_client import HttpPeers
+from duetime.cluster.peer_protocol import REFUSED
 from duetime.config import Config, split_advertise
 from duetime.deliveries.webhook import Webhook
 from duetime.delivery import Deliverer, Router
-from duetime.engine import Engine
+from duetime.engine.engine import Engine
 from duetime.errors import NotReady, SetupError
-from duetime.http_server import HttpServer, Request, Response, problem_response, serve_http
-from duetime.peer_calls import HttpPeers
-from duetime.peer_wire import REFUSED
-from duetime.peers import Peers
-from duetime.service import Service
-from duetime.sockets import bind_sockets
+from duetime.http.listeners import bind_sockets
+from duetime.http.server import HttpServer, Request, Response, problem_response, serve_http
+from duetime.service.service import Service
 from duetime.store import Store, open_store
 from duetime.telemetry import Telemetry, log, set_up_logging
 
@@ -217,7 +217,7 @@ def _by_name(family: socket.AddressFamily) -> str:
 
 
 class Worker(Struct, frozen=True):
-    """One of several processes of a parent (workers.py): its number, from 1, and its end of the line to the parent."""
+    """One of several processes of a supervisor: its number, from 1, and its end of the socket pair between the two."""
 
     number: int
     line: socket.socket

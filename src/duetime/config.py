@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from duetime.domain.instants import format_duration, parse_duration
+from duetime.domain.timer import SHARDS_MAX
 from duetime.errors import SetupError
-from duetime.model import SHARDS_MAX
-from duetime.timetext import format_duration, parse_duration
 
 __all__ = ["SECTIONS", "Config", "load_config", "shown", "split_advertise"]
 

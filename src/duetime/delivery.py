@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from duetime.model import Contact, Namespace, Outcome, Timer
+from duetime.domain.timer import Contact, Namespace, Outcome, Timer
 
 __all__ = ["Attempt", "Deliverer", "Router"]
 

@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from duetime.domain.timer import BEFORE_ALL, Ending, Namespace, Position, Reached, Timer, TimerKey
 from duetime.errors import DuetimeError, OutcomeUnknown, SetupError, ShardLost, StoreError, StoreUnavailable
-from duetime.model import BEFORE_ALL, Ending, Namespace, Position, Reached, Timer, TimerKey
 from duetime.telemetry import log
 
 __all__ = [
@@ -320,19 +320,19 @@ def guarded(store: Store) -> Store:
 
 
 _ADAPTERS = {
-    "sqlite": "duetime.stores.sqlite:SqliteStore",
+    "sqlite": "duetime.stores.sqlite.store:SqliteStore",
     "memory": "duetime.stores.memory:MemoryStore",
-    "postgresql": "duetime.stores.postgres:PostgresStore",
-    "postgres": "duetime.stores.postgres:PostgresStore",
-    "mysql": "duetime.stores.mysql:MySqlStore",
-    "mariadb": "duetime.stores.mysql:MySqlStore",
-    "tidb": "duetime.stores.mysql:MySqlStore",
-    "cassandra": "duetime.stores.cassandra:CassandraStore",
-    "mongodb": "duetime.stores.mongodb:MongoStore",
-    "mongodb+srv": "duetime.stores.mongodb:MongoStore",
-    "dynamodb": "duetime.stores.dynamodb:DynamoStore",
-    "oracle": "duetime.stores.oracle:OracleStore",
-    "sqlserver": "duetime.stores.sqlserver:SqlServerStore",
+    "postgresql": "duetime.stores.postgres.store:PostgresStore",
+    "postgres": "duetime.stores.postgres.store:PostgresStore",
+    "mysql": "duetime.stores.mysql.store:MySqlStore",
+    "mariadb": "duetime.stores.mysql.store:MySqlStore",
+    "tidb": "duetime.stores.mysql.store:MySqlStore",
+    "cassandra": "duetime.stores.cassandra.store:CassandraStore",
+    "mongodb": "duetime.stores.mongodb.store:MongoStore",
+    "mongodb+srv": "duetime.stores.mongodb.store:MongoStore",
+    "dynamodb": "duetime.stores.dynamodb.store:DynamoStore",
+    "oracle": "duetime.stores.oracle.store:OracleStore",
+    "sqlserver": "duetime.stores.sqlserver.store:SqlServerStore",
 }
 
 

@@ -12,8 +12,8 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from duetime import errors
+from duetime.domain.timer import SHARDS_MAX, Ending, State, Verdict
 from duetime.errors import DuetimeError, InvalidField
-from duetime.model import SHARDS_MAX, Ending, State, Verdict
 
 URL_BYTES_MAX = 2_048
 SECRETS_MAX = 5

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import apsw
 
-from duetime.model import Position, Reached, Timer
+from duetime.domain.timer import Position, Reached, Timer
 
 __all__ = ["Spoiling"]
 
@@ -91,9 +91,9 @@ class _Postgres:
 
     @classmethod
     async def connected(cls, url: str) -> _Postgres:
-        from duetime.stores import postgres_link
+        from duetime.stores.postgres import connection as postgres_connection
 
-        return cls(await postgres_link.connect(postgres_link.address_of(url)))
+        return cls(await postgres_connection.connect(postgres_connection.address_of(url)))
 
     async def close(self) -> None:
         await self._db.close()
@@ -127,9 +127,9 @@ class _MySql:
 
     @classmethod
     async def connected(cls, url: str) -> _MySql:
-        from duetime.stores import mysql_link
+        from duetime.stores.mysql import connection as mysql_connection
 
-        return cls(await mysql_link.connect(mysql_link.address_of(url)))
+        return cls(await mysql_connection.connect(mysql_connection.address_of(url)))
 
     async def close(self) -> None:
         await self._db.ensure_closed()
@@ -150,9 +150,9 @@ class _MySql:
         )
 
     async def _change(self, sql: str) -> None:
-        from duetime.stores import mysql_link
+        from duetime.stores.mysql import connection as mysql_connection
 
-        assert await mysql_link.ask(self._db, (sql,)) == [1]
+        assert await mysql_connection.ask(self._db, (sql,)) == [1]
 
 
 class _Mongo:
@@ -162,10 +162,10 @@ class _Mongo:
 
     @classmethod
     async def connected(cls, url: str) -> _Mongo:
-        from duetime.stores import mongodb_link
+        from duetime.stores.mongodb import connection as mongodb_connection
 
-        address = mongodb_link.address_of(url)
-        return cls(mongodb_link.connect(address, 1), address.database)
+        address = mongodb_connection.address_of(url)
+        return cls(mongodb_connection.connect(address, 1), address.database)
 
     async def close(self) -> None:
         await self._client.close()
@@ -200,10 +200,11 @@ class _Cassandra:
 
     @classmethod
     async def connected(cls, url: str) -> _Cassandra:
-        from duetime.stores import cassandra_lines, cassandra_link
+        from duetime.stores.cassandra import address as cassandra_address
+        from duetime.stores.cassandra import connection as cassandra_connection
 
-        address = cassandra_link.address_of(url)
-        return cls(await cassandra_lines.connect(address, briefly=True), address.keyspace)
+        address = cassandra_address.address_of(url)
+        return cls(await cassandra_connection.connect(address, briefly=True), address.keyspace)
 
     async def close(self) -> None:
         await self._link.close()
@@ -235,28 +236,28 @@ class _Dynamo:
 
     @classmethod
     async def connected(cls, url: str) -> _Dynamo:
-        from duetime.stores import dynamodb_link
+        from duetime.stores.dynamodb import connection as dynamodb_connection
 
-        link = dynamodb_link.Link(dynamodb_link.address_of(url))
+        link = dynamodb_connection.Link(dynamodb_connection.address_of(url))
         return cls(link, await link.line(1, 10, 5))
 
     async def close(self) -> None:
         await self._link.close()
 
     async def timer(self, shard_id: int, timer: Timer) -> None:
-        from duetime.stores import dynamodb_items as items
+        from duetime.stores.dynamodb import rows as items
 
         key = items.row_key(shard_id, items.timer_key(timer.key))
         await self._change(self._link.address.timers, key, "REMOVE timer_row", {})
 
     async def reached(self, shard_id: int, reached: Reached) -> None:
-        from duetime.stores import dynamodb_items as items
+        from duetime.stores.dynamodb import rows as items
 
         key = items.row_key(shard_id, items.reached_key(reached))
         await self._change(self._link.address.timers, key, "SET timer_row = :row", {":row": {"S": NO_JSON}})
 
     async def namespace(self, name: str) -> None:
-        from duetime.stores import dynamodb_items as items
+        from duetime.stores.dynamodb import rows as items
 
         key = items.cluster_key(items.NAMESPACE, name)
         values = {":body": {"S": WRONG_NAMESPACE}}

@@ -15,15 +15,15 @@ import pytest
 from cassandra.query import BatchStatement, BatchType
 from msgspec.structs import replace
 
+from duetime.domain.timer import Ending, Position, uuid_of
 from duetime.errors import OutcomeUnknown, ShardLost, StoreUnavailable
-from duetime.model import Ending, Position, uuid_of
 from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Page, Stretch
-from duetime.stores import cassandra_writes
-from duetime.stores.cassandra import CassandraStore, wipe
-from duetime.stores.cassandra_cql import TIMER
-from duetime.stores.cassandra_lines import Line, Statement
-from duetime.stores.cassandra_link import TooManyDeleted
-from duetime.stores.cassandra_writes import Writer
+from duetime.stores.cassandra import writes as cassandra_writes
+from duetime.stores.cassandra.address import TooManyDeleted
+from duetime.stores.cassandra.connection import Line, Statement
+from duetime.stores.cassandra.statements import TIMER
+from duetime.stores.cassandra.store import CassandraStore, wipe
+from duetime.stores.cassandra.writes import Writer
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, contents, done, listed, put, take
 from servers import fresh_database, require

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 
+from duetime.domain.timer import Position
 from duetime.errors import ShardLost
-from duetime.model import Position
 from duetime.store import Batch, Claim, Fence, ShardRow, Store, open_store
-from duetime.stores import dynamodb_calls
+from duetime.stores.dynamodb import writes as dynamodb_writes
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, take
 from dynamodb_way import DynamoWay, Gate, cancelled, refused
@@ -177,6 +177,6 @@ async def test_a_fence_that_looks_at_nothing_lets_the_zombie_write_and_is_notice
     """The tests above can fail: with a condition that always holds the same write goes through after the claim."""
     fence = await scene.filled()
     before = await scene.rows(), await scene.claim(fence)
-    monkeypatch.setattr(dynamodb_calls, "_HOLDS", ":version = :version AND :nonce = :nonce")
+    monkeypatch.setattr(dynamodb_writes, "_HOLDS", ":version = :version AND :nonce = :nonce")
     assert not was_refused(await WRITES[name](scene.a, fence))
     assert (await scene.rows(), await scene.shard()) != before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from on_server import OnServer
 
-from duetime.stores import mongodb_operations
+from duetime.stores.mongodb import statements as mongodb_statements
 
 
 class TestMongoDb(OnServer):
@@ -19,4 +19,4 @@ class TestMongoDbInSeveralCommands(OnServer):
 
     @pytest.fixture(autouse=True)
     def _none_are_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mongodb_operations, "FEW", -1)
+        monkeypatch.setattr(mongodb_statements, "FEW", -1)

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from pymongo.errors import AutoReconnect, OperationFailure, ServerSelectionTimeoutError
 
+from duetime.domain.timer import Position
 from duetime.errors import OutcomeUnknown, ShardLost, StoreUnavailable
-from duetime.model import Position
 from duetime.store import Batch, Claim, Committed, Fence
-from duetime.stores import mongodb_link, mongodb_operations
-from duetime.stores.mongodb import MongoStore, wipe
-from duetime.stores.mongodb_link import Talk, begin
+from duetime.stores.mongodb import connection as mongodb_connection
+from duetime.stores.mongodb import statements as mongodb_statements
+from duetime.stores.mongodb.connection import Talk, begin
+from duetime.stores.mongodb.store import MongoStore, wipe
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, take
 from servers import fresh_database, require
@@ -29,18 +30,18 @@ KEPT = make_timer("kept", 5)
 OVER = make_reached(make_timer("over"), purge_at_ms=5)
 EVERYTHING = [make_timer("new")], [KEPT.key], [make_reached(KEPT)], Position(1, 2, 3)
 
-Run = mongodb_operations.Run
+Run = mongodb_statements.Run
 Write = Callable[[Run, Fence], Awaitable[Sequence[Any]]]
 
 WRITES: dict[str, Write] = {
-    "put": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, [make_timer("new")])]),
-    "replace": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, [make_timer("kept", 9)])]),
-    "delete": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, (), [KEPT.key])]),
-    "reached": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, reached=[make_reached(KEPT)])]),
-    "low water": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, low_water=Position(1, 2, 3))]),
-    "everything": lambda run, fence: mongodb_operations.commit(run, [Batch(fence, *EVERYTHING)]),
-    "purge": lambda run, fence: mongodb_operations.purge_reached(run, [fence], 1_000, 10),
-    "release": lambda run, fence: mongodb_operations.release(run, [fence]),
+    "put": lambda run, fence: mongodb_statements.commit(run, [Batch(fence, [make_timer("new")])]),
+    "replace": lambda run, fence: mongodb_statements.commit(run, [Batch(fence, [make_timer("kept", 9)])]),
+    "delete": lambda run, fence: mongodb_statements.commit(run, [Batch(fence, (), [KEPT.key])]),
+    "reached": lambda run, fence: mongodb_statements.commit(run, [Batch(fence, reached=[make_reached(KEPT)])]),
+    "low water": lambda run, fence: mongodb_statements.commit(run, [Batch(fence, low_water=Position(1, 2, 3))]),
+    "everything": lambda run, fence: mongodb_statements.commit(run, [Batch(fence, *EVERYTHING)]),
+    "purge": lambda run, fence: mongodb_statements.purge_reached(run, [fence], 1_000, 10),
+    "release": lambda run, fence: mongodb_statements.release(run, [fence]),
 }
 WRITE_CONFLICT, NO_SUCH_TRANSACTION = 112, 251
 
@@ -77,7 +78,7 @@ class Scene:
         """B's claim, without ending A's sessions first."""
         claim = Claim(0, fence.version, -7, "b", "host:2", 1)
         talk = talk or self.new_store._open.changes._talks[0]
-        done = await talk.timers.bulk_write([mongodb_operations.claim_update(claim, [])], session=talk.session)
+        done = await talk.timers.bulk_write([mongodb_statements.claim_update(claim, [])], session=talk.session)
         assert done.modified_count == 1
         return Fence(0, fence.version + 1, -7)
 
@@ -92,7 +93,7 @@ async def scene(
     shared_url: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Scene]:
     if request.param == "in several commands":
-        monkeypatch.setattr(mongodb_operations, "FEW", -1)
+        monkeypatch.setattr(mongodb_statements, "FEW", -1)
     await MongoStore.from_url(shared_url).migrate()
     await wipe(shared_url)
     stores = [MongoStore.from_url(shared_url) for _ in range(2)]
@@ -158,10 +159,10 @@ async def test_a_write_whose_snapshot_is_older_than_the_claim_conflicts(scene: S
     """It would still read its own fence; it cannot write it."""
     fence = await scene.filled()
     await begin(scene.a)
-    [seen] = await mongodb_operations._shards_of(scene.a, [fence])  # the snapshot is taken here
+    [seen] = await mongodb_statements._shards_of(scene.a, [fence])  # the snapshot is taken here
     await scene.claim_alone(fence)
     before = await scene.contents()
-    [seen_again] = await mongodb_operations._shards_of(scene.a, [fence])
+    [seen_again] = await mongodb_statements._shards_of(scene.a, [fence])
     assert seen_again == seen
     with pytest.raises(OperationFailure) as met:
         await scene.step(name, fence)
@@ -222,11 +223,11 @@ async def test_a_fence_that_only_reads_lets_the_zombie_write_and_is_noticed(
     """The tests above can fail: a transaction that looks at its fence and does not change it never conflicts."""
 
     async def only_look(talk: Talk, fences: Sequence[Fence], *_: object) -> set[int]:
-        rows = await mongodb_operations._shards_of(talk, fences)
+        rows = await mongodb_statements._shards_of(talk, fences)
         return {row["shard_id"] for row, fence in zip(rows, fences, strict=True) if row["shard_nonce"] == fence.nonce}
 
-    monkeypatch.setattr(mongodb_operations, "hold", only_look)
-    monkeypatch.setattr(mongodb_operations, "FEW", -1)
+    monkeypatch.setattr(mongodb_statements, "hold", only_look)
+    monkeypatch.setattr(mongodb_statements, "FEW", -1)
     fence = await scene.filled()
     before = await scene.contents()
     await begin(scene.a)
@@ -245,11 +246,11 @@ async def test_one_lost_shard_among_many_that_conflicted_does_not_hurt_the_other
     await scene.claim_alone(fences[0], scene.b)
     run = scene.store._open.commits.transaction
     acts: dict[str, Callable[[], Awaitable[Sequence[Any]]]] = {
-        "commit": lambda: mongodb_operations.commit(
+        "commit": lambda: mongodb_statements.commit(
             run, [Batch(fence, [make_timer()], low_water=Position(4, 5, 6)) for fence in fences]
         ),
-        "purge": lambda: mongodb_operations.purge_reached(run, fences, 10, 10),
-        "release": lambda: mongodb_operations.release(run, fences),
+        "purge": lambda: mongodb_statements.purge_reached(run, fences, 10, 10),
+        "release": lambda: mongodb_statements.release(run, fences),
     }
     task = asyncio.ensure_future(acts[act]())
     await asyncio.sleep(0.05)
@@ -332,7 +333,9 @@ async def test_a_commit_that_is_never_answered_is_unknown_whatever_failed_last(
         raise error
 
     monkeypatch.setattr(scene.a.session, "commit_transaction", commit_transaction)
-    monkeypatch.setattr(mongodb_link, "_now", count(0, 3).__next__)  # of its deadline of seconds, three at each look
+    monkeypatch.setattr(
+        mongodb_connection, "_now", count(0, 3).__next__
+    )  # of its deadline of seconds, three at each look
     with pytest.raises(OutcomeUnknown):
         await scene.honestly("put", fence)
     assert 1 < asked < 10

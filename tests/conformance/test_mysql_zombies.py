@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from on_mysql import on_all, on_innodb
 
+from duetime.domain.timer import BEFORE_ALL, Position
 from duetime.errors import ShardLost
-from duetime.model import BEFORE_ALL, Position
 from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Stretch
-from duetime.stores import mysql_link, mysql_schema, mysql_sql
-from duetime.stores.mysql import MySqlStore
-from duetime.stores.mysql_link import HOLD_SECONDS, Write, ask
+from duetime.stores.mysql import connection as mysql_connection
+from duetime.stores.mysql import schema as mysql_schema
+from duetime.stores.mysql import statements as mysql_statements
+from duetime.stores.mysql.connection import HOLD_SECONDS, Write, ask
+from duetime.stores.mysql.store import MySqlStore
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, take
 from servers import fresh_database, require
@@ -29,16 +31,16 @@ NEVER = 99  # a version that no shard has
 Act = Callable[[Write, Fence], Awaitable[list[Any]]]
 
 WRITES: dict[str, Act] = {
-    "put": lambda write, fence: mysql_sql.commit(write, [Batch(fence, [make_timer("new")])]),
-    "replace": lambda write, fence: mysql_sql.commit(write, [Batch(fence, [make_timer("kept", 9)])]),
-    "delete": lambda write, fence: mysql_sql.commit(write, [Batch(fence, (), [KEPT.key])]),
-    "reached": lambda write, fence: mysql_sql.commit(write, [Batch(fence, reached=[make_reached(KEPT)])]),
-    "low water": lambda write, fence: mysql_sql.commit(write, [Batch(fence, low_water=Position(1, 2, 3))]),
-    "everything": lambda write, fence: mysql_sql.commit(
+    "put": lambda write, fence: mysql_statements.commit(write, [Batch(fence, [make_timer("new")])]),
+    "replace": lambda write, fence: mysql_statements.commit(write, [Batch(fence, [make_timer("kept", 9)])]),
+    "delete": lambda write, fence: mysql_statements.commit(write, [Batch(fence, (), [KEPT.key])]),
+    "reached": lambda write, fence: mysql_statements.commit(write, [Batch(fence, reached=[make_reached(KEPT)])]),
+    "low water": lambda write, fence: mysql_statements.commit(write, [Batch(fence, low_water=Position(1, 2, 3))]),
+    "everything": lambda write, fence: mysql_statements.commit(
         write, [Batch(fence, [make_timer("new")], [KEPT.key], [make_reached(KEPT)], Position(1, 2, 3))]
     ),
-    "purge": lambda write, fence: mysql_sql.purge_reached(write, [fence], 1_000, 10),
-    "release": lambda write, fence: mysql_sql.release(write, [fence]),
+    "purge": lambda write, fence: mysql_statements.purge_reached(write, [fence], 1_000, 10),
+    "release": lambda write, fence: mysql_statements.release(write, [fence]),
 }
 
 # How a server says that a session waits for a lock.
@@ -95,7 +97,7 @@ class Scene:
         return await self.store.shards(), await all_timers(self.store), await all_reached(self.store)
 
     async def claim(self, fence: Fence) -> Fence:
-        [row] = await mysql_sql.claim(self.b.write, [Claim(0, fence.version, -7, "b", "host:2", 1)])
+        [row] = await mysql_statements.claim(self.b.write, [Claim(0, fence.version, -7, "b", "host:2", 1)])
         assert row.nonce == -7
         return row.fence
 
@@ -120,12 +122,12 @@ async def scene(server_name: str, urls: dict[str, str]) -> AsyncIterator[Scene]:
     if server_name not in urls:
         urls[server_name] = fresh_database(require(server_name))
     store = MySqlStore.from_url(urls[server_name])
-    address = mysql_link.address_of(urls[server_name])
+    address = mysql_connection.address_of(urls[server_name])
     await store.migrate()
     await mysql_schema.wipe(address)
     await store.open()
     await store.ensure_shards(4)
-    sessions = [await mysql_link.connect(address) for _ in range(3)]
+    sessions = [await mysql_connection.connect(address) for _ in range(3)]
     yield Scene(store, server_name, *sessions)
     for session in sessions:
         await session.ensure_closed()
@@ -210,10 +212,12 @@ async def test_a_write_that_had_to_wait_sees_what_the_other_one_has_written(scen
     """What it looks for after the lock is of that moment, and not of the one when it began."""
     fence = await filled(scene)
     new, gone = make_timer("new", 7), make_timer("gone")
-    other = await scene.b.begin(mysql_sql.commit(scene.b.write, [Batch(fence, [make_timer("new"), gone], [KEPT.key])]))
+    other = await scene.b.begin(
+        mysql_statements.commit(scene.b.write, [Batch(fence, [make_timer("new"), gone], [KEPT.key])])
+    )
     scene.a.may_end.set()
     write = asyncio.ensure_future(
-        mysql_sql.commit(scene.a.write, [Batch(fence, [make_timer("kept", 9), new], [gone.key])])
+        mysql_statements.commit(scene.a.write, [Batch(fence, [make_timer("kept", 9), new], [gone.key])])
     )
     await scene.until_waiting(scene.a)
     await scene.b.end(other)
@@ -225,16 +229,16 @@ async def test_a_write_that_had_to_wait_sees_what_the_other_one_has_written(scen
 @pytest.mark.parametrize("act", ["commit", "claim", "purge", "release"])
 async def test_one_of_many_shards_that_had_to_be_waited_for_is_not_forgotten(scene: Scene, act: str) -> None:
     fences = [await take(scene.store, shard_id) for shard_id in range(4)]
-    other = await scene.b.begin(mysql_sql.commit(scene.b.write, [Batch(fences[1], low_water=Position(1, 2, 3))]))
+    other = await scene.b.begin(mysql_statements.commit(scene.b.write, [Batch(fences[1], low_water=Position(1, 2, 3))]))
     claims = [Claim(fence.shard_id, fence.version, 77, "b", "host:2", 1) for fence in fences]
     write = scene.a.write
     acts: dict[str, Callable[[], Awaitable[list[Any]]]] = {
-        "commit": lambda: mysql_sql.commit(
+        "commit": lambda: mysql_statements.commit(
             write, [Batch(f, [make_timer()], low_water=Position(4, 5, 6)) for f in fences]
         ),
-        "claim": lambda: mysql_sql.claim(write, claims),
-        "purge": lambda: mysql_sql.purge_reached(write, fences, 10, 10),
-        "release": lambda: mysql_sql.release(write, fences),
+        "claim": lambda: mysql_statements.claim(write, claims),
+        "purge": lambda: mysql_statements.purge_reached(write, fences, 10, 10),
+        "release": lambda: mysql_statements.release(write, fences),
     }
     scene.a.may_end.set()
     task = asyncio.ensure_future(acts[act]())
@@ -272,15 +276,15 @@ async def test_a_fence_that_does_not_lock_or_look_lets_the_zombie_write_and_is_n
     scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str, broken: str
 ) -> None:
     """The tests above can fail: with either half of the fence missing the same write goes through."""
-    honest = mysql_sql._locking
+    honest = mysql_statements._locking
     fence = await filled(scene)
     claim = await scene.b.begin(scene.claim(fence))
     if broken == "no lock":
-        monkeypatch.setattr(mysql_sql, "_locking", lambda ids: honest(ids).replace(" FOR UPDATE", ""))
+        monkeypatch.setattr(mysql_statements, "_locking", lambda ids: honest(ids).replace(" FOR UPDATE", ""))
         write = await scene.a.begin(WRITES[name](scene.a.write, fence))  # it does not wait at all
         await scene.b.end(claim)
     else:
-        monkeypatch.setattr(mysql_sql, "_held", lambda rows, fences: {fence.shard_id for fence in fences})
+        monkeypatch.setattr(mysql_statements, "_held", lambda rows, fences: {fence.shard_id for fence in fences})
         await scene.b.end(claim)
         write = await scene.a.begin(WRITES[name](scene.a.write, fence))
     assert not was_refused(await scene.a.end(write))
@@ -293,7 +297,7 @@ async def test_what_fails_after_the_commit_does_not_make_the_commit_fail(
 ) -> None:
     """It travels in one message with the commit. That is done; whoever was told otherwise would do it again."""
     fence = await filled(scene)
-    monkeypatch.setattr(mysql_link, "_AFTERWARDS", "SET SESSION wait_timeout = nonsense")
+    monkeypatch.setattr(mysql_connection, "_AFTERWARDS", "SET SESSION wait_timeout = nonsense")
     [answer] = await scene.store.commit([Batch(fence, [make_timer("new"), make_timer("kept", 9)])])
     assert isinstance(answer, Committed)
     assert answer.replaced == {1}

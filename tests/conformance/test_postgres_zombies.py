@@ -13,11 +13,11 @@ import asyncpg
 import pytest
 from scripts.servers import Postgres
 
+from duetime.domain.timer import BEFORE_ALL, Position
 from duetime.errors import ShardLost
-from duetime.model import BEFORE_ALL, Position
 from duetime.store import Batch, Claim, Fence, ListQuery, Stretch
-from duetime.stores import postgres_sql
-from duetime.stores.postgres import PostgresStore
+from duetime.stores.postgres import statements as postgres_statements
+from duetime.stores.postgres.store import PostgresStore
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, take
 from servers import fresh_database
@@ -25,19 +25,19 @@ from servers import fresh_database
 KEPT = make_timer("kept", 5)
 OVER = make_reached(make_timer("over"), purge_at_ms=5)
 
-Write = Callable[[postgres_sql.Run, Fence], Awaitable[list[Any]]]
+Write = Callable[[postgres_statements.Run, Fence], Awaitable[list[Any]]]
 
 WRITES: dict[str, Write] = {
-    "put": lambda run, fence: postgres_sql.commit(run, [Batch(fence, [make_timer("new")])]),
-    "replace": lambda run, fence: postgres_sql.commit(run, [Batch(fence, [make_timer("kept", 9)])]),
-    "delete": lambda run, fence: postgres_sql.commit(run, [Batch(fence, (), [KEPT.key])]),
-    "reached": lambda run, fence: postgres_sql.commit(run, [Batch(fence, reached=[make_reached(KEPT)])]),
-    "low water": lambda run, fence: postgres_sql.commit(run, [Batch(fence, low_water=Position(1, 2, 3))]),
-    "everything": lambda run, fence: postgres_sql.commit(
+    "put": lambda run, fence: postgres_statements.commit(run, [Batch(fence, [make_timer("new")])]),
+    "replace": lambda run, fence: postgres_statements.commit(run, [Batch(fence, [make_timer("kept", 9)])]),
+    "delete": lambda run, fence: postgres_statements.commit(run, [Batch(fence, (), [KEPT.key])]),
+    "reached": lambda run, fence: postgres_statements.commit(run, [Batch(fence, reached=[make_reached(KEPT)])]),
+    "low water": lambda run, fence: postgres_statements.commit(run, [Batch(fence, low_water=Position(1, 2, 3))]),
+    "everything": lambda run, fence: postgres_statements.commit(
         run, [Batch(fence, [make_timer("new")], [KEPT.key], [make_reached(KEPT)], Position(1, 2, 3))]
     ),
-    "purge": lambda run, fence: postgres_sql.purge_reached(run, [fence], 1_000, 10),
-    "release": lambda run, fence: postgres_sql.release(run, [fence]),
+    "purge": lambda run, fence: postgres_statements.purge_reached(run, [fence], 1_000, 10),
+    "release": lambda run, fence: postgres_statements.release(run, [fence]),
 }
 
 
@@ -51,7 +51,7 @@ class Scene:
         return await self.store.shards(), await all_timers(self.store), await all_reached(self.store)
 
     async def claim(self, fence: Fence) -> Fence:
-        [row] = await postgres_sql.claim(self.b.fetch, [Claim(0, fence.version, -7, "b", "host:2", 1)])
+        [row] = await postgres_statements.claim(self.b.fetch, [Claim(0, fence.version, -7, "b", "host:2", 1)])
         assert row.nonce == -7
         return row.fence
 
@@ -160,16 +160,16 @@ async def test_a_write_that_waits_for_another_one_of_the_same_owner_goes_on(scen
 async def test_one_of_many_shards_that_had_to_be_waited_for_is_not_forgotten(scene: Scene, act: str) -> None:
     fences = [await take(scene.store, shard_id) for shard_id in range(4)]
     await scene.b.execute("BEGIN")
-    await postgres_sql.commit(scene.b.fetch, [Batch(fences[1], low_water=Position(1, 2, 3))])
+    await postgres_statements.commit(scene.b.fetch, [Batch(fences[1], low_water=Position(1, 2, 3))])
     claims = [Claim(fence.shard_id, fence.version, 77, "b", "host:2", 1) for fence in fences]
     run = scene.a.fetch
     acts: dict[str, Callable[[], Awaitable[list[Any]]]] = {
-        "commit": lambda: postgres_sql.commit(
+        "commit": lambda: postgres_statements.commit(
             run, [Batch(f, [make_timer()], low_water=Position(4, 5, 6)) for f in fences]
         ),
-        "claim": lambda: postgres_sql.claim(run, claims),
-        "purge": lambda: postgres_sql.purge_reached(run, fences, 10, 10),
-        "release": lambda: postgres_sql.release(run, fences),
+        "claim": lambda: postgres_statements.claim(run, claims),
+        "purge": lambda: postgres_statements.purge_reached(run, fences, 10, 10),
+        "release": lambda: postgres_statements.release(run, fences),
     }
     task = asyncio.ensure_future(acts[act]())
     await scene.until_waiting(scene.a)

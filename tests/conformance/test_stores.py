@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from spoiling import Spoiling
 
-from duetime.model import Reached, Timer
+from duetime.domain.timer import Reached, Timer
 from duetime.store import Store, open_store
 from duetime.stores.memory import MemoryStore
 from duetime.testing.conformance import StoreConformance

@@ -16,7 +16,7 @@ import pytest
 from documents import PATHS, ROOT, Block, Mention, blocks, inline_code, links, name_of, shell_commands
 
 from duetime import client as client_module
-from duetime.api import app as api_app
+from duetime.api import dispatch as api_app
 from duetime.api.routes import PREFIX, ROUTES
 from duetime.cli.arguments import build_parser
 from duetime.client import AsyncClient

@@ -27,12 +27,12 @@ from load_clients import Load
 from real_server import RealServer, free_port, until, wall_ms
 from scripts.servers import Toxiproxy
 
-from duetime.http_server import HttpServer, Request, Response, serve_http
-from duetime.model import BEFORE_ALL, shard_of
+from duetime.domain.instants import LATEST_MS, parse_instant
+from duetime.domain.timer import BEFORE_ALL, shard_of
+from duetime.http.server import HttpServer, Request, Response, serve_http
 from duetime.store import Store, Stretch, open_store
 from duetime.stores.fencing import as_a_whole
 from duetime.testing.checker import Callback
-from duetime.timetext import LATEST_MS, parse_instant
 from servers import at_port, port_of
 
 __all__ = ["SERVE", "Cluster", "Instance", "Sideline", "ToxicWay", "Way", "Witness", "name_in", "staged"]

@@ -15,7 +15,7 @@ from typing import Any
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from real_server import RealServer, until
 
-from duetime.http_client import Answer
+from duetime.http.client import Answer
 
 __all__ = ["ATTEMPTED", "ENDED", "FAR", "INSTANT", "PLAIN", "PROBLEM_KEYS", "SPEC", "URL", "Asker", "ended", "exists"]
 

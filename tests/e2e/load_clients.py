@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import msgspec
 from real_server import until, wall_ms
 
-from duetime.http_client import HttpError
+from duetime.domain.instants import format_instant
+from duetime.http.client import HttpError
 from duetime.testing.checker import Callback, Fault, Kind, Result, Wish, judge, repetitions
-from duetime.timetext import format_instant
 
 __all__ = ["Client", "Door", "Load", "Receiver", "new_seed"]
 

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from duetime.http_client import Answer, HttpClient, HttpError
-from duetime.http_server import HttpServer, Request, Response, serve_http
+from duetime.domain.instants import parse_instant
+from duetime.http.client import Answer, HttpClient, HttpError
+from duetime.http.server import HttpServer, Request, Response, serve_http
 from duetime.testing.checker import Callback
-from duetime.timetext import parse_instant
 
 _given: set[int] = set()
 

@@ -9,8 +9,8 @@ import pytest
 from contract import FAR, URL, Asker, ended, exists
 from real_server import RealReceiver, wall_ms
 
-from duetime.http_server import Response
-from duetime.timetext import format_instant
+from duetime.domain.instants import format_instant
+from duetime.http.server import Response
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

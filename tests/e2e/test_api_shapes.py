@@ -12,8 +12,8 @@ import pytest
 from contract import ATTEMPTED, ENDED, FAR, INSTANT, PLAIN, SPEC, URL, Asker, ended
 from real_server import RealReceiver, until, wall_ms
 
-from duetime.http_server import Response
-from duetime.timetext import format_instant, parse_instant
+from duetime.domain.instants import format_instant, parse_instant
+from duetime.http.server import Response
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,10 +12,10 @@ from scripts.servers import Cassandra
 
 from duetime.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from duetime.store import Batch, Claim, Committed, Member
-from duetime.stores import cassandra as adapter
-from duetime.stores.cassandra import CassandraStore
-from duetime.stores.cassandra_lines import Line, Statement
-from duetime.stores.cassandra_writes import Writer
+from duetime.stores.cassandra import store as adapter
+from duetime.stores.cassandra.connection import Line, Statement
+from duetime.stores.cassandra.store import CassandraStore
+from duetime.stores.cassandra.writes import Writer
 from duetime.testing import make_timer
 from duetime.testing.conformance.harness import all_timers, take
 from servers import at_port, fresh_database, own, require

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from scripts.servers import Cassandra
 
+from duetime.domain.timer import Namespace
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
-from duetime.model import Namespace
 from duetime.store import Batch, Member, open_store
-from duetime.stores import cassandra_schema
-from duetime.stores.cassandra import CassandraStore, wipe
-from duetime.stores.cassandra_link import address_of
-from duetime.stores.cassandra_schema import SCHEMA_VERSION
+from duetime.stores.cassandra import schema as cassandra_schema
+from duetime.stores.cassandra.address import address_of
+from duetime.stores.cassandra.schema import SCHEMA_VERSION
+from duetime.stores.cassandra.store import CassandraStore, wipe
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, take
 from servers import fresh_database, own, require

@@ -22,8 +22,8 @@ from contract import Asker, ended, exists
 from load_clients import Load, new_seed
 from real_server import RealReceiver, RealServer, until, wall_ms
 
+from duetime.domain.instants import format_instant, parse_instant
 from duetime.testing.checker import Result
-from duetime.timetext import format_instant, parse_instant
 
 HOUR_MS = 3_600_000
 STEPS = 12

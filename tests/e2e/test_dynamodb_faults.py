@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from real_server import RealReceiver, RealServer, until
 
+from duetime.domain.timer import Namespace
 from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreThrottled, StoreUnavailable
-from duetime.model import Namespace
 from duetime.store import Batch, Claim, Committed, Member, ShardRow, Store, open_store
-from duetime.stores import dynamodb as adapter
-from duetime.stores import dynamodb_link
+from duetime.stores.dynamodb import connection as dynamodb_connection
+from duetime.stores.dynamodb import store as adapter
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, contents, take
 from dynamodb_way import (
@@ -71,7 +71,7 @@ async def far(near: Store, way: DynamoWay, database_url: str) -> AsyncIterator[S
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamodb_link, "BUSY_SECONDS", 1.0)
+    monkeypatch.setattr(dynamodb_connection, "BUSY_SECONDS", 1.0)
     monkeypatch.setattr(adapter, "CALL_SECONDS", 4.0)
     monkeypatch.setattr(adapter, "ATTEMPT_SECONDS", 2.0)
 

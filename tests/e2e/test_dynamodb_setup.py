@@ -16,9 +16,9 @@ from scripts.servers import Server
 
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
 from duetime.store import Batch, Store, open_store
-from duetime.stores import dynamodb_schema
-from duetime.stores.dynamodb import DynamoStore, wipe
-from duetime.stores.dynamodb_schema import SCHEMA_VERSION
+from duetime.stores.dynamodb import schema as dynamodb_schema
+from duetime.stores.dynamodb.schema import SCHEMA_VERSION
+from duetime.stores.dynamodb.store import DynamoStore, wipe
 from duetime.testing import make_timer
 from duetime.testing.conformance.harness import all_timers, take
 from dynamodb_way import DynamoWay, cut, described_as, refused

@@ -21,10 +21,10 @@ from real_server import RealReceiver, RealServer, free_port, serve_in_vain, unti
 
 from duetime.app import App
 from duetime.config import load_config
+from duetime.domain.instants import format_instant, parse_instant
 from duetime.errors import SetupError
-from duetime.http_client import HttpError
-from duetime.http_server import Response
-from duetime.timetext import format_instant, parse_instant
+from duetime.http.client import HttpError
+from duetime.http.server import Response
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,13 +12,13 @@ import pytest
 from pymongo import MongoClient
 from scripts.servers import MongoDb
 
+from duetime.domain.timer import TimerKey
 from duetime.errors import FailedOver, MemberDead, SchemaMismatch, SetupError, StoreError, StoreUnavailable
-from duetime.model import TimerKey
 from duetime.store import Batch, Claim, Committed, Member, open_store
-from duetime.stores import mongodb_schema
-from duetime.stores.mongodb import MongoStore
-from duetime.stores.mongodb_link import begin
-from duetime.stores.mongodb_schema import SCHEMA_VERSION
+from duetime.stores.mongodb import schema as mongodb_schema
+from duetime.stores.mongodb.connection import begin
+from duetime.stores.mongodb.schema import SCHEMA_VERSION
+from duetime.stores.mongodb.store import MongoStore
 from duetime.testing import make_timer
 from duetime.testing.conformance.harness import all_timers, take
 from servers import fresh_database, own, require

@@ -16,9 +16,9 @@ from scripts.servers import MySqlLike
 
 from duetime.errors import FailedOver, SchemaMismatch, SetupError, StoreUnavailable
 from duetime.store import Batch, Member, open_store
-from duetime.stores import mysql_schema
-from duetime.stores.mysql import MySqlStore, wipe
-from duetime.stores.mysql_schema import SCHEMA_VERSION
+from duetime.stores.mysql import schema as mysql_schema
+from duetime.stores.mysql.schema import SCHEMA_VERSION
+from duetime.stores.mysql.store import MySqlStore, wipe
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, take
 from servers import fresh_database, own, require

@@ -10,8 +10,8 @@ import pytest
 from real_server import until
 from scripts.servers import Postgres
 
+from duetime.domain.timer import Timer
 from duetime.errors import FailedOver, MemberDead, OutcomeUnknown, StoreError, StoreUnavailable
-from duetime.model import Timer
 from duetime.store import Batch, Claim, Committed, Fence, Member, Store, open_store
 from duetime.stores import sql_store
 from duetime.testing import make_timer

@@ -14,8 +14,8 @@ from scripts.servers import Postgres
 
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
 from duetime.store import Batch, open_store
-from duetime.stores.postgres import PostgresStore
-from duetime.stores.postgres_schema import SCHEMA_VERSION
+from duetime.stores.postgres.schema import SCHEMA_VERSION
+from duetime.stores.postgres.store import PostgresStore
 from duetime.testing import make_timer
 from duetime.testing.conformance.harness import all_timers, take
 from servers import at_port, own

@@ -20,16 +20,14 @@ from tds_server import TdsServer, done, error
 
 from duetime.errors import SetupError, StoreError, StoreUnavailable
 from duetime.store import open_store
-from duetime.stores import (
-    cassandra_lines,
-    cassandra_link,
-    dynamodb_schema,
-    mongodb_schema,
-    mysql_link,
-    oracle_link,
-    postgres_link,
-    sqlserver_link,
-)
+from duetime.stores.cassandra import address as cassandra_address
+from duetime.stores.cassandra import connection as cassandra_connection
+from duetime.stores.dynamodb import schema as dynamodb_schema
+from duetime.stores.mongodb import schema as mongodb_schema
+from duetime.stores.mysql import connection as mysql_connection
+from duetime.stores.oracle import connection as oracle_connection
+from duetime.stores.postgres import connection as postgres_connection
+from duetime.stores.sqlserver import connection as sqlserver_connection
 from servers import own, require
 
 # Long enough to get somewhere, short enough for many. Whether a login gets that far decides no test.
@@ -40,13 +38,13 @@ Login = Callable[[str], Coroutine[Any, Any, None]]
 
 
 async def to_postgres(url: str) -> None:
-    connection = await postgres_link.connect(postgres_link.address_of(url), WITHIN_SECONDS)
+    connection = await postgres_connection.connect(postgres_connection.address_of(url), WITHIN_SECONDS)
     connection.terminate()
 
 
 async def to_mysql(url: str) -> None:
-    connection = await mysql_link.connect(mysql_link.address_of(url), WITHIN_SECONDS)
-    mysql_link._terminate(connection)
+    connection = await mysql_connection.connect(mysql_connection.address_of(url), WITHIN_SECONDS)
+    mysql_connection._terminate(connection)
 
 
 async def to_mongodb(url: str) -> None:
@@ -55,8 +53,8 @@ async def to_mongodb(url: str) -> None:
 
 
 async def to_cassandra(url: str) -> None:
-    link = await cassandra_lines.connect(
-        cassandra_link.address_of(url), briefly=True, within_seconds=max(WITHIN_SECONDS, 1)
+    link = await cassandra_connection.connect(
+        cassandra_address.address_of(url), briefly=True, within_seconds=max(WITHIN_SECONDS, 1)
     )
     await link.close()
 
@@ -66,12 +64,12 @@ async def to_dynamodb(url: str) -> None:
 
 
 async def to_sqlserver(url: str) -> None:
-    link = await sqlserver_link.connect(sqlserver_link.address_of(url), WITHIN_SECONDS)
+    link = await sqlserver_connection.connect(sqlserver_connection.address_of(url), WITHIN_SECONDS)
     link.terminate()
 
 
 async def to_oracle(url: str) -> None:
-    link = await oracle_link.connect(oracle_link.address_of(url), WITHIN_SECONDS)
+    link = await oracle_connection.connect(oracle_connection.address_of(url), WITHIN_SECONDS)
     link.terminate()
 
 
@@ -356,14 +354,14 @@ async def test_a_login_to_sql_server_that_is_broken_off_is_closed(then: Any, enc
 
 async def test_a_strict_login_to_sql_server_that_stalls_is_counted_until_its_server_is_gone() -> None:
     """With encrypt=strict the driver keeps no limit while TLS is agreed on, and its thread cannot be stopped."""
-    abandoned = sqlserver_link.Abandoned(1)
+    abandoned = sqlserver_connection.Abandoned(1)
     async with none_left(SQLSERVER_SECONDS):
         with breaks_off("stalls") as port:
-            address = sqlserver_link.address_of(f"sqlserver://me:secret@127.0.0.1:{port}/test?encrypt=strict")
+            address = sqlserver_connection.address_of(f"sqlserver://me:secret@127.0.0.1:{port}/test?encrypt=strict")
             with pytest.raises(TimeoutError):
-                await sqlserver_link.connect(address, WITHIN_SECONDS, abandoned=abandoned)
+                await sqlserver_connection.connect(address, WITHIN_SECONDS, abandoned=abandoned)
             with pytest.raises(StoreUnavailable, match="1 threads still wait"):
-                await sqlserver_link.connect(address, WITHIN_SECONDS, abandoned=abandoned)
+                await sqlserver_connection.connect(address, WITHIN_SECONDS, abandoned=abandoned)
     abandoned.check()
 
 

@@ -23,7 +23,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from real_server import RealReceiver, RealServer
 
-from duetime.http_client import Answer
+from duetime.http.client import Answer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -19,8 +19,8 @@ import pytest_asyncio
 from contract import FAR, URL
 from real_server import RealReceiver, RealServer, free_port, serve_in_vain, until, wall_ms
 
-from duetime.http_client import HttpClient, HttpError
-from duetime.timetext import format_instant
+from duetime.domain.instants import format_instant
+from duetime.http.client import HttpClient, HttpError
 from servers import fresh_database, postgres
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

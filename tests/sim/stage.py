@@ -8,12 +8,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
+from duetime.domain.timer import shard_of
 from duetime.errors import OutcomeUnknown, StoreThrottled
-from duetime.model import shard_of
 from duetime.store import GuardedStore, ShardRow
 from duetime.testing.checker import Callback, Result
-from duetime.testing.sim import Instance, Scenario, SimClient, World, judged
-from duetime.testing.sim_network import SimStore
+from duetime.testing.simulation.network import SimStore
+from duetime.testing.simulation.world import Instance, Scenario, SimClient, World, judged
 
 __all__ = ["Line", "Stage", "staged"]
 

@@ -6,7 +6,7 @@ import asyncio
 
 from stage import Line, Stage, staged
 
-from duetime.model import shard_of
+from duetime.domain.timer import shard_of
 
 LEASE_MS = 3_000
 

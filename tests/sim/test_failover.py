@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from engine_world import World, in_world
 
+from duetime.domain.timer import State
 from duetime.errors import ShardLost
-from duetime.model import State
 from duetime.store import Batch, Claim, Committed
 from duetime.stores.memory import MemoryStore
 from duetime.testing import make_timer

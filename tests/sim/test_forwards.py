@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from stage import Stage, staged
 
-from duetime.model import TimerSpec
-from duetime.testing.sim import Instance
-from duetime.testing.sim_peers import NEVER
+from duetime.domain.timer import TimerSpec
 from duetime.testing.simulate import run_seeds
+from duetime.testing.simulation.peers import NEVER
+from duetime.testing.simulation.world import Instance
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from stage import Stage, staged
 
+from duetime.cluster.forwarding import CreateOrder, Forward
+from duetime.domain.timer import TimerSpec, shard_of
 from duetime.errors import NotOwner
-from duetime.model import TimerSpec, shard_of
-from duetime.peers import CreateOrder, Forward
 
 
 def test_case_27_a_forward_that_was_refused_is_refused_again_even_by_an_owner() -> None:

@@ -9,8 +9,8 @@ import sys
 import pytest
 from scripts.prove import not_reached
 
-from duetime.testing.sim import ODD_METHODS, simulate
 from duetime.testing.simulate import Totals, run_seeds
+from duetime.testing.simulation.world import ODD_METHODS, simulate
 
 SEEDS = int(os.environ.get("SEEDS") or (2_000 if os.environ.get("CI") == "true" else 300))
 
@@ -70,7 +70,9 @@ def test_the_same_seed_gives_the_same_history_byte_for_byte_in_any_process() -> 
     here = simulate(11)
     assert here.history
     for hash_seed in ("1", "2"):
-        program = "import sys; from duetime.testing.sim import simulate; sys.stdout.write(simulate(11).digest)"
+        program = (
+            "import sys; from duetime.testing.simulation.world import simulate; sys.stdout.write(simulate(11).digest)"
+        )
         there = subprocess.run(
             [sys.executable, "-c", program],
             env=os.environ | {"PYTHONHASHSEED": hash_seed},

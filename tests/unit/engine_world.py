@@ -10,10 +10,10 @@ from typing import Any
 
 from duetime.config import load_config
 from duetime.delivery import Attempt
-from duetime.engine import Engine
-from duetime.model import Contact, Created, Outcome, TimerKey, TimerSpec, TimerView
-from duetime.service import Service
-from duetime.shard import Op, Phase, Shard
+from duetime.domain.timer import Contact, Created, Outcome, TimerKey, TimerSpec, TimerView
+from duetime.engine.engine import Engine
+from duetime.engine.shard import Op, Phase, Shard
+from duetime.service.service import Service
 from duetime.store import Store
 from duetime.stores.memory import MemoryStore
 from duetime.telemetry import Telemetry

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from duetime.app import READY, Worker
 from duetime.errors import SetupError
+from duetime.supervisor import Supervisor
 from duetime.telemetry import set_up_logging
-from duetime.workers import Supervisor
 
 MANNER, FOLDER = sys.argv[1], Path(sys.argv[2])
 

@@ -11,8 +11,7 @@ import pytest
 from duetime import errors, wire
 from duetime.api import decode, encode
 from duetime.config import Limits
-from duetime.errors import DuetimeError, InvalidField, TooLarge
-from duetime.model import (
+from duetime.domain.timer import (
     DAY_MS,
     Created,
     Ending,
@@ -29,6 +28,7 @@ from duetime.model import (
     Verdict,
     kept_secrets,
 )
+from duetime.errors import DuetimeError, InvalidField, TooLarge
 
 LIMITS = Limits(payload_bytes_max=1_000, json_depth_max=32, batch_timers_max=3, page_timers_max=1_000)
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"

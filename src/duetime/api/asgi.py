@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from duetime.http_server import Handler, Request, Response, problem_response
+from duetime.http.server import Handler, Request, Response, problem_response
 
 __all__ = ["asgi_app"]
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from duetime.config import Auth, Config, Token
 from duetime.errors import Forbidden, SetupError, Unauthenticated
-from duetime.http_server import Request
+from duetime.http.server import Request
 
 __all__ = ["Caller", "Gate", "check_binding", "is_loopback", "split_listen"]
 

@@ -21,8 +21,8 @@ from msgspec import UNSET, Raw, UnsetType
 
 from duetime import wire
 from duetime.config import Limits
-from duetime.errors import InvalidField, TooLarge
-from duetime.model import (
+from duetime.domain.instants import format_duration, parse_duration, parse_instant
+from duetime.domain.timer import (
     DAY_MS,
     ID_BYTES_MAX,
     MINUTE_MS,
@@ -38,7 +38,7 @@ from duetime.model import (
     TimerSpec,
     is_redacted_secret,
 )
-from duetime.timetext import format_duration, parse_duration, parse_instant
+from duetime.errors import InvalidField, TooLarge
 from duetime.wire import SECRETS_MAX, URL_BYTES_MAX
 
 TAGS_MAX = 20

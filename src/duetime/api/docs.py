@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from duetime.api.openapi import openapi
-from duetime.model import Ending, State, Verdict
+from duetime.domain.timer import Ending, State, Verdict
 
 __all__ = ["docs_page"]
 

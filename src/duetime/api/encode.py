@@ -10,8 +10,9 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from duetime import wire
-from duetime.errors import DuetimeError
-from duetime.model import (
+from duetime.domain.instants import format_duration, format_instant
+from duetime.domain.status import ClusterStatus, MemberStatus, ShardMap, ShardStatus
+from duetime.domain.timer import (
     NO_EXTRAS,
     Created,
     Extras,
@@ -23,8 +24,7 @@ from duetime.model import (
     Verdict,
     redacted_secret,
 )
-from duetime.standing import ClusterStatus, MemberStatus, ShardMap, ShardStatus
-from duetime.timetext import format_duration, format_instant
+from duetime.errors import DuetimeError
 from duetime.wire import TimerJson
 
 V = TypeVar("V")

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import msgspec
 
 from duetime.client import AsyncClient, RetryPolicy
-from duetime.timetext import format_instant
+from duetime.domain.instants import format_instant
 
 __all__ = ["client_of", "print_json", "retry_policy_of"]
 

@@ -19,7 +19,7 @@ from duetime.cli.listen import Heard, heard, receive_on
 from duetime.cli.screen import json_line, lateness, painted, shortened
 from duetime.client import AsyncClient, DuetimeError, RetryPolicy, ok
 from duetime.config import Config, load_config
-from duetime.http_server import HttpServer, Request, Response
+from duetime.http.server import HttpServer, Request, Response
 from duetime.signing import new_secret
 
 __all__ = ["demo"]

@@ -152,7 +152,7 @@ def _descriptors(config: Config) -> Finding:
 async def _store(config: Config, status: ClusterStatus | None) -> AsyncIterator[Finding]:
     url = config.store.url
     if url.startswith("sqlite:"):
-        from duetime.stores.sqlite_file import holder, path_of
+        from duetime.stores.sqlite.connection import holder, path_of
 
         try:
             path = Path(path_of(url))

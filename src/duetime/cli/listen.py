@@ -14,11 +14,11 @@ from duetime.cli.connect import print_json
 from duetime.cli.faults import UsageError
 from duetime.cli.screen import json_line, lateness, now_ms, painted, shortened, time_of_day
 from duetime.client import Callback, DuetimeError, again_at, ok, read_callback, retry
+from duetime.domain.instants import parse_duration
 from duetime.errors import SetupError
-from duetime.http_server import Handler, HttpServer, Request, Response, serve_http
+from duetime.http.server import Handler, HttpServer, Request, Response, serve_http
 from duetime.signing import SignatureError, check_secret
 from duetime.signing import verify as verify_signature
-from duetime.timetext import parse_duration
 
 __all__ = ["Heard", "heard", "listen", "receive_on"]
 

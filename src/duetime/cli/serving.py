@@ -22,7 +22,7 @@ __all__ = ["configured", "new_token", "serve", "show_config"]
 def serve(arguments: Arguments) -> int:
     config = configured(arguments)
     if config.server.workers > 1:
-        from duetime.workers import run_workers
+        from duetime.supervisor import run_workers
 
         return run_workers(config)
     from duetime.app import run  # pulls in the whole server

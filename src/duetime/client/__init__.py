@@ -36,6 +36,7 @@ from duetime.client.shapes import (
     Updated,
 )
 from duetime.client.synchronous import Client
+from duetime.domain.timer import Ending, State, Verdict
 from duetime.errors import (
     Busy,
     Conflict,
@@ -49,7 +50,6 @@ from duetime.errors import (
     Unauthenticated,
     Unserved,
 )
-from duetime.model import Ending, State, Verdict
 from duetime.receiver import Callback, SignatureError, again_at, ok, read_callback, retry, verify
 
 __all__ = [

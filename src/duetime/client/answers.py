@@ -10,8 +10,8 @@ from msgspec import Meta, Struct
 
 from duetime.client.failures import error_of_problem
 from duetime.client.shapes import ClusterStatus, Created, Namespace, Page, Timer, Updated
+from duetime.domain.timer import Verdict
 from duetime.errors import DuetimeError
-from duetime.model import Verdict
 from duetime.wire import ProblemJson
 
 

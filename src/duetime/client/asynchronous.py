@@ -40,8 +40,8 @@ from duetime.client.shapes import (
     encoded_new,
     wire_dict,
 )
+from duetime.domain.timer import State, Verdict
 from duetime.errors import DuetimeError, NotFound, OutcomeUnknown, SetupError
-from duetime.model import State, Verdict
 
 __all__ = ["DEFAULT_URL", "AsyncClient", "AsyncNamespaces"]
 

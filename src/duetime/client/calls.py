@@ -15,9 +15,9 @@ from duetime.client.failures import ConnectionFailed, Kind, error_of_answer, in_
 from duetime.client.gathering import BATCH_ITEMS_MAX, IN_FLIGHT_MAX, batch_length
 from duetime.client.routing import Direct, Routes, Way
 from duetime.client.shapes import Created
+from duetime.domain.timer import Verdict
 from duetime.errors import DuetimeError, OutcomeUnknown, Rejected, Unserved
-from duetime.http_client import Answer, HttpClient, HttpError
-from duetime.model import Verdict
+from duetime.http.client import Answer, HttpClient, HttpError
 
 __all__ = ["Calls", "Key"]
 

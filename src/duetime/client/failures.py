@@ -23,7 +23,7 @@ from duetime.errors import (
     Unauthenticated,
     Unserved,
 )
-from duetime.http_client import Answer
+from duetime.http.client import Answer
 from duetime.wire import ProblemJson
 
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.05, 2.0

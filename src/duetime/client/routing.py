@@ -23,9 +23,9 @@ from duetime.client.answers import ClusterMap, decode_map
 from duetime.client.failures import Kind
 from duetime.client.gathering import Gatherer
 from duetime.client.shapes import Created
+from duetime.domain.timer import Verdict, shard_of
 from duetime.errors import DuetimeError, SetupError
-from duetime.http_client import HttpClient, HttpError, Target, parse_target, request_head
-from duetime.model import Verdict, shard_of
+from duetime.http.client import HttpClient, HttpError, Target, parse_target, request_head
 
 __all__ = ["Direct", "Instance", "Routes", "Way"]
 

@@ -15,8 +15,8 @@ from typing import Any, TypedDict
 import msgspec
 from msgspec import Struct
 
+from duetime.domain.timer import Ending, State, Verdict
 from duetime.errors import InvalidField
-from duetime.model import Ending, State, Verdict
 from duetime.wire import MissedJson, RetryPolicyJson
 
 # --- what goes in --------------------------------------------------------------------------------

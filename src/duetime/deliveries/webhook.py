@@ -1,6 +1,6 @@
 """Callbacks over HTTP: what is sent, how it is signed, and what its answer means as an Outcome.
 
-The body and headers are those of the design's "Callback"; the connection is http_client.py's business, the
+The body and headers are those of the design's "Callback"; the connection is http/client.py's business, the
 addresses egress.py's, the signature signing.py's. What depends only on the URL or the namespace is made
 once and kept, because millions of timers share a few of them.
 """
@@ -23,12 +23,12 @@ from duetime.clock import Clock
 from duetime.config import Config
 from duetime.deliveries import egress
 from duetime.delivery import Attempt
+from duetime.domain.instants import format_instant
+from duetime.domain.timer import ANSWER_BYTES_MAX, Contact, Namespace, Outcome, Timer
 from duetime.errors import SetupError
-from duetime.http_client import Answer, HttpClient, HttpError
-from duetime.model import ANSWER_BYTES_MAX, Contact, Namespace, Outcome, Timer
-from duetime.target import Target, parse_target, request_head
+from duetime.http.client import Answer, HttpClient, HttpError
+from duetime.http.urls import Target, parse_target, request_head
 from duetime.telemetry import log
-from duetime.timetext import format_instant
 
 __all__ = ["Webhook", "check_headers"]
 

@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar, cast
 from msgspec.structs import replace
 
 from duetime.clock import Clock, SystemClock
+from duetime.domain.timer import Namespace, Position, Reached, Timer, TimerKey
 from duetime.errors import FailedOver, MemberDead, ShardLost
-from duetime.model import Namespace, Position, Reached, Timer, TimerKey
 from duetime.store import (
     Batch,
     Capabilities,

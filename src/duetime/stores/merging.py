@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from duetime.model import Position, Reached, Timer
+from duetime.domain.timer import Position, Reached, Timer
 from duetime.store import Listing, ListQuery, Unreadable
 from duetime.stores.rows import LARGEST, LAST_MS, PLAIN, Reading, readable
 

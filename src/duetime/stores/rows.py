@@ -14,10 +14,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from duetime.model import NO_EXTRAS, Ending, Extras, Namespace, Position, Reached, RetryPolicy, Timer
+from duetime.domain.instants import LATEST_MS
+from duetime.domain.timer import NO_EXTRAS, Ending, Extras, Namespace, Position, Reached, RetryPolicy, Timer
 from duetime.store import Found, Page, Unreadable
 from duetime.telemetry import log
-from duetime.timetext import LATEST_MS
 
 __all__ = [
     "ENDS_MAX",

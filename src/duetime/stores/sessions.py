@@ -1,7 +1,7 @@
 """Sessions with a database whose driver gives connections: one piece of work at a time on each.
 
-A session connects when it is used, and again when it broke. Work that was begun is never cancelled (begun.py says why):
-past its deadline the connection is thrown away, and a caller who gives up waiting leaves the work to finish.
+A session connects when it is used, and again when it broke. Work that was begun is never cancelled
+(background.py): past its deadline the connection is thrown away, and a caller who gives up leaves the work to finish.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
 from duetime.errors import OutcomeUnknown, StoreError, StoreUnavailable
-from duetime.stores.begun import CLOSE_SECONDS, Begun
+from duetime.stores.background import CLOSE_SECONDS, Begun
 
 __all__ = ["CONNECT_SECONDS", "Again", "Driver", "Session", "Sessions"]
 

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
+from duetime.domain.timer import Namespace, TimerKey
 from duetime.errors import FailedOver, ShardLost, StoreError, StoreUnavailable
-from duetime.model import Namespace, TimerKey
 from duetime.store import (
     Batch,
     Capabilities,

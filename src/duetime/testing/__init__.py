@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from duetime.model import Ending, Reached, Timer, uuid_of
+from duetime.domain.timer import Ending, Reached, Timer, uuid_of
 
 __all__ = ["make_reached", "make_timer"]
 

@@ -26,7 +26,7 @@ from itertools import pairwise
 from msgspec import Struct
 from msgspec.structs import replace
 
-from duetime.timetext import format_instant
+from duetime.domain.instants import format_instant
 
 __all__ = ["Callback", "Fault", "Kind", "Result", "Violation", "Wish", "judge", "repetitions"]
 

@@ -14,17 +14,17 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from duetime.api.peers import _RequestNumbers
-from duetime.engine import Engine
+from duetime.api.peer_server import _RequestNumbers
+from duetime.cluster.membership import Membership
+from duetime.domain.timer import Namespace
+from duetime.engine.engine import Engine
+from duetime.engine.fire_loop import FireLoop, Firing
+from duetime.engine.namespaces import Namespaces
+from duetime.engine.shard import Entry, Phase, Shard, end_of
 from duetime.errors import Conflict, NotOwner, ShardLost
-from duetime.firing import FireLoop, Firing
-from duetime.membership import Membership
-from duetime.model import Namespace
-from duetime.namespaces import Namespaces
-from duetime.service import Service
-from duetime.shard import Entry, Phase, Shard, end_of
+from duetime.service.service import Service
 from duetime.stores.memory import MemoryStore
-from duetime.testing.sim_network import SimStore
+from duetime.testing.simulation.network import SimStore
 
 __all__ = ["MUTANTS", "Mutant"]
 

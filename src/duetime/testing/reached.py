@@ -19,21 +19,21 @@ __all__ = ["MODULES", "Place", "Statement", "Tracer", "statements_of"]
 
 # Engine, cluster and service.
 MODULES = (
-    "duetime.api.peers",
-    "duetime.engine",
-    "duetime.firing",
-    "duetime.flow",
-    "duetime.horizon",
-    "duetime.lane",
-    "duetime.membership",
-    "duetime.namespaces",
-    "duetime.owner",
-    "duetime.peer_calls",
-    "duetime.peer_wire",
-    "duetime.placement",
-    "duetime.service",
-    "duetime.shard",
-    "duetime.sharing",
+    "duetime.api.peer_server",
+    "duetime.engine.engine",
+    "duetime.engine.fire_loop",
+    "duetime.engine.flow",
+    "duetime.engine.look_ahead",
+    "duetime.engine.group_commit",
+    "duetime.cluster.membership",
+    "duetime.engine.namespaces",
+    "duetime.service.commands",
+    "duetime.cluster.peer_client",
+    "duetime.cluster.peer_protocol",
+    "duetime.cluster.placement",
+    "duetime.service.service",
+    "duetime.engine.shard",
+    "duetime.single_flight",
 )
 
 

@@ -19,8 +19,8 @@ from msgspec import Struct
 
 from duetime.testing.mutants import MUTANTS
 from duetime.testing.reached import Place, Tracer
-from duetime.testing.sim import Run, simulate
-from duetime.testing.sim_loop import Livelock
+from duetime.testing.simulation.loop import Livelock
+from duetime.testing.simulation.world import Run, simulate
 
 __all__ = ["Totals", "caught_by", "report", "run_seeds"]
 

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from duetime.model import BEFORE_ALL, Ending, Position, Reached, Timer
+from duetime.domain.timer import BEFORE_ALL, Ending, Position, Reached, Timer
 from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Page, Store, Stretch
 
 SHARDS = 4

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 )
 from msgspec.structs import replace
 
+from duetime.domain.timer import Ending, Extras, Namespace, Position, Reached, Timer, TimerKey, shard_of
 from duetime.errors import StoreError
-from duetime.model import Ending, Extras, Namespace, Position, Reached, Timer, TimerKey, shard_of
 from duetime.store import Batch, Claim, Fence, ListQuery, Member, Store, Stretch
 from duetime.stores.memory import MemoryStore
 from duetime.testing import make_reached, make_timer

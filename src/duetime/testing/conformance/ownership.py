@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from duetime.domain.timer import BEFORE_ALL, DAY_MS, Namespace, Position, RetryPolicy, Timer
 from duetime.errors import MemberDead, ShardLost
-from duetime.model import BEFORE_ALL, DAY_MS, Namespace, Position, RetryPolicy, Timer
 from duetime.store import Batch, Claim, Committed, Fence, Member, ShardRow, Store
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import SHARDS, Harness, all_reached, all_timers, contents, done, put, take

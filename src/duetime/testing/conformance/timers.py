@@ -10,8 +10,8 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from duetime.errors import ShardLost
-from duetime.model import (
+from duetime.domain.instants import EARLIEST_MS, LATEST_MS
+from duetime.domain.timer import (
     BEFORE_ALL,
     Ending,
     Extras,
@@ -23,6 +23,7 @@ from duetime.model import (
     TimerKey,
     shard_of,
 )
+from duetime.errors import ShardLost
 from duetime.store import Batch, Fence, Found, ListQuery, Member, Store, Stretch
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import (
@@ -39,7 +40,6 @@ from duetime.testing.conformance.harness import (
     put,
     take,
 )
-from duetime.timetext import EARLIEST_MS, LATEST_MS
 
 FULL = make_timer(
     "everything",

@@ -7,7 +7,7 @@ import logging
 import pytest
 from msgspec.structs import replace
 
-from duetime.model import BEFORE_ALL, Extras, Namespace, Reached, RetryPolicy, Timer
+from duetime.domain.timer import BEFORE_ALL, Extras, Namespace, Reached, RetryPolicy, Timer
 from duetime.store import Batch, Committed, Fence, Found, ListQuery, Page, Store, Stretch, Unreadable
 from duetime.stores import rows
 from duetime.testing import make_reached, make_timer

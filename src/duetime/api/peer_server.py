@@ -1,0 +1,196 @@
+"""The door for other instances: checks who is calling, hands the orders to the service, answers soon.
+
+Every refusal happens before any order is looked at, so that the caller may take it for "not applied". From then
+on each order has an answer of its own, and the outcome of one that fails unexpectedly is unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from duetime.cluster.forwarding import OrderAnswer
+from duetime.cluster.peer_protocol import (
+    MSGPACK,
+    ORDERS_PATH,
+    SIGNATURE,
+    STATUS_PATH,
+    Answers,
+    Orders,
+    Question,
+    Reply,
+    decode_orders,
+    decode_question,
+    encode,
+    reply_of,
+    sign,
+)
+from duetime.errors import Conflict, DuetimeError, Forbidden, InvalidField, OutcomeUnknown, Unauthenticated
+from duetime.http.server import Request, Response
+from duetime.service.service import Service
+from duetime.telemetry import log
+
+__all__ = ["PeerDoor"]
+
+# A request of a sender is accepted if its number is at most this far below the highest number of that sender.
+_NUMBERS_KEPT: Final = 16_384
+_SENDERS_MAX: Final = 256
+_SENDERS_RETIRED_MAX: Final = 65_536
+_LOG_EVERY_S: Final = 60.0
+_UNDECIDED: Final = Reply()
+
+T = TypeVar("T")
+
+
+class PeerDoor:
+    paths = frozenset({ORDERS_PATH, STATUS_PATH})
+    # An order that takes longer than this must not keep the others of its request waiting.
+    answer_within_s = 0.025
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._numbers = _RequestNumbers()
+        self._logged_at: dict[type[DuetimeError], float] = {}
+
+    async def handle(self, request: Request) -> Response:
+        if request.path == STATUS_PATH:
+            self._admit(request, self._read(decode_question, request))
+            return Response(200, encode(self._service.instance_status()), MSGPACK)
+        orders = self._read(decode_orders, request)
+        self._admit(request, orders)
+        return Response(200, encode(Answers(await self._answer(orders))), MSGPACK)
+
+    def _read(self, decode: Any, request: Request) -> Any:
+        try:
+            return decode(request.body)
+        except msgspec.MsgspecError as error:
+            raise InvalidField(None, f"not a request between instances: {error}") from None
+
+    def _admit(self, request: Request, said: Orders | Question) -> None:
+        try:
+            self._check(request, said)
+        except DuetimeError as error:
+            self._log_refusal(said, error)
+            raise
+
+    def _check(self, request: Request, said: Orders | Question) -> None:
+        me = self._service.as_peer()
+        signature = request.header(SIGNATURE.encode()) or ""
+        if said.to != me.instance_id:
+            raise Forbidden(f"this is instance {me.instance_id}, not {said.to}")
+        if not hmac.compare_digest(sign(me.secret, request.body).encode(), signature.encode("latin-1")):
+            raise Unauthenticated("not signed with this instance's secret")
+        if not self._numbers.is_new(me.instance_id, said.sender, said.number):
+            raise Conflict("replayed request number")
+
+    def _log_refusal(self, said: Orders | Question, error: DuetimeError) -> None:
+        """Once a minute for each kind of refusal: anybody who can reach the port can cause them."""
+        now = asyncio.get_running_loop().time()
+        if now - self._logged_at.get(type(error), -_LOG_EVERY_S) >= _LOG_EVERY_S:
+            self._logged_at[type(error)] = now
+            log.warning(
+                "refused a request from instance %.64r to instance %.64r: %.200s", said.sender, said.to, error.detail
+            )
+
+    async def _answer(self, orders: Orders) -> list[Reply]:
+        answers = [_begin(self._service.take, forward) for forward in orders.new]
+        answers += [_begin(self._service.taken, order_id) for order_id in orders.again]
+        waiting = {answer for answer in answers if not answer.done()}
+        if waiting:
+            await asyncio.wait(waiting, timeout=self.answer_within_s)  # leaves those alone that are not done by then
+        return [_reply(answer) if answer.done() else _UNDECIDED for answer in answers]
+
+
+def _begin(call: Callable[[T], asyncio.Future[OrderAnswer]], order: T) -> asyncio.Future[OrderAnswer]:
+    """An error that is raised at once is the answer to this order alone. The other orders of the request may have
+    been taken, so the whole request must not fail, and must not look refused."""
+    try:
+        return call(order)
+    except Exception as error:
+        failed: asyncio.Future[OrderAnswer] = asyncio.get_running_loop().create_future()
+        failed.set_exception(error)
+        return failed
+
+
+def _reply(answer: asyncio.Future[OrderAnswer]) -> Reply:
+    if answer.cancelled():
+        return reply_of(OutcomeUnknown("the owner stopped before the order was decided"))
+    error = answer.exception()
+    if error is None:
+        return reply_of(answer.result())
+    if isinstance(error, DuetimeError):
+        return reply_of(error)
+    log.error("unexpected error while carrying out an order of another instance", exc_info=error)
+    return reply_of(OutcomeUnknown(repr(error)))
+
+
+# --- replayed requests ---------------------------------------------------------------------------
+
+
+class _RequestNumbers:
+    """The numbers of the requests that were accepted under this instance's current id, by sender.
+
+    They are discarded when this instance joins again under a new id: senders number their requests from 1 for each
+    receiver id, and requests to the previous id are refused because they name it.
+    """
+
+    def __init__(self) -> None:
+        self._receiver = ""
+        self._senders: dict[str, _Numbers] = {}  # ordered by the last request
+        # Senders removed from `_senders` to save memory: every number up to the highest counts as seen.
+        self._retired: dict[str, int] = {}
+
+    def is_new(self, receiver: str, sender: str, number: int) -> bool:
+        if receiver != self._receiver:
+            self._receiver = receiver
+            self._senders = {}
+            self._retired = {}
+        return self._of(sender).is_new(number)
+
+    def _of(self, sender: str) -> _Numbers:
+        numbers = self._senders.pop(sender, None)
+        if numbers is None:
+            numbers = _Numbers(self._retired.pop(sender, 0))
+        self._senders[sender] = numbers
+        if len(self._senders) > _SENDERS_MAX:
+            longest_silent = next(iter(self._senders))
+            self._retired[longest_silent] = self._senders.pop(longest_silent).highest
+            if len(self._retired) > _SENDERS_RETIRED_MAX:
+                del self._retired[next(iter(self._retired))]
+        return numbers
+
+
+class _Numbers:
+    """The numbers of one sender. All up to `_floor` count as seen; above it, those in `_seen` were."""
+
+    __slots__ = ("_floor", "_seen", "highest")
+
+    def __init__(self, floor: int) -> None:
+        self.highest = floor
+        self._floor = floor
+        self._seen: set[int] = set()
+
+    def is_new(self, number: int) -> bool:
+        if number <= self._floor or number in self._seen:
+            return False
+        self._seen.add(number)
+        self.highest = max(self.highest, number)
+        self._raise_floor(self.highest - _NUMBERS_KEPT)  # a request below that arrives later is refused
+        while self._floor + 1 in self._seen:
+            self._floor += 1
+            self._seen.remove(self._floor)
+        return True
+
+    def _raise_floor(self, floor: int) -> None:
+        rise = floor - self._floor
+        if rise <= 0:
+            return
+        if rise <= len(self._seen):  # the cheaper of the two
+            self._seen.difference_update(range(self._floor + 1, floor + 1))
+        else:
+            self._seen = {number for number in self._seen if number > floor}
+        self._floor = floor

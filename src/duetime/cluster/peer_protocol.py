@@ -1,0 +1,132 @@
+"""What instances say to each other: orders and their answers as MessagePack, signed by HMAC.
+
+A request names the instance it is for and is signed with that instance's secret, which is in its member row:
+whoever can read the database may give orders, nobody else can, and nothing has to be configured. An instance
+that took over an address knows neither the name nor the secret of its predecessor, and refuses. Requests
+are numbered, so that one that was overheard cannot be sent again.
+
+Structs travel as maps, so that a version may add fields and the one before it does not mind.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from duetime import errors
+from duetime.cluster.forwarding import Forward, OrderAnswer
+from duetime.domain.status import InstanceStatus
+from duetime.domain.timer import Created, TimerView, Updated, Verdict
+from duetime.errors import DuetimeError, OutcomeUnknown
+
+__all__ = [
+    "MSGPACK",
+    "ORDERS_PATH",
+    "REFUSED",
+    "SIGNATURE",
+    "STATUS_PATH",
+    "Answers",
+    "Orders",
+    "Question",
+    "Reply",
+    "decode_answers",
+    "decode_orders",
+    "decode_question",
+    "decode_status",
+    "encode",
+    "read_reply",
+    "reply_of",
+    "sign",
+]
+
+ORDERS_PATH: Final = "/peer/v1/orders"
+STATUS_PATH: Final = "/peer/v1/status"
+SIGNATURE: Final = "duetime-signature"
+REFUSED: Final = "duetime-refused"  # on an answer: by the door of an instance, before anything was carried out
+MSGPACK: Final = b"application/msgpack"
+
+
+class Orders(Struct, frozen=True):
+    """A request: new orders, and the ids of some that were given before and not answered yet."""
+
+    to: str
+    sender: str
+    number: int
+    new: list[Forward]
+    again: list[str] = []
+
+
+class Question(Struct, frozen=True):
+    """A request that asks for the status."""
+
+    to: str
+    sender: str
+    number: int
+
+
+class Reply(Struct, frozen=True, omit_defaults=True):
+    """The answer to one order: one of these is set. None of them: not decided yet, ask again by its id."""
+
+    created: Created | None = None
+    updated: Updated | None = None
+    verdict: Verdict | None = None
+    view: TimerView | None = None
+    error: str | None = None  # the name of its class
+    detail: str = ""
+    field: str | None = None
+    code: str = ""
+
+
+class Answers(Struct, frozen=True):
+    """One for each of `new`, then one for each of `again`."""
+
+    replies: list[Reply]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_orders = msgspec.msgpack.Decoder(Orders).decode
+decode_question = msgspec.msgpack.Decoder(Question).decode
+decode_answers = msgspec.msgpack.Decoder(Answers).decode
+decode_status = msgspec.msgpack.Decoder(InstanceStatus).decode
+
+
+def sign(secret: str, body: bytes) -> str:
+    return hmac.digest(secret.encode(), body, "sha256").hex()
+
+
+def reply_of(answer: OrderAnswer | DuetimeError) -> Reply:
+    match answer:
+        case Created():
+            return Reply(created=answer)
+        case Updated():
+            return Reply(updated=answer)
+        case Verdict():
+            return Reply(verdict=answer)
+        case TimerView():
+            return Reply(view=answer)
+        case DuetimeError():
+            return Reply(error=type(answer).__name__, detail=answer.detail, field=answer.field, code=answer.code)
+
+
+_ERRORS = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DuetimeError)
+}
+
+
+def read_reply(reply: Reply) -> OrderAnswer | None:
+    """What was answered, None if nothing was yet; raises the error that was."""
+    if reply.error is not None:
+        raise _error_of(reply, reply.error)
+    return reply.created or reply.updated or reply.verdict or reply.view
+
+
+def _error_of(reply: Reply, name: str) -> DuetimeError:
+    kind = _ERRORS.get(name)
+    if kind is None:  # a newer version's: whatever it means, it is not ours to guess
+        return OutcomeUnknown(reply.detail)
+    error = kind.__new__(kind)
+    DuetimeError.__init__(error, reply.detail, field=reply.field, code=reply.code or None)
+    return error

@@ -1,0 +1,144 @@
+"""The namespaces as this instance knows them: a cache of the store's table, read through on a miss."""
+
+from __future__ import annotations
+
+import msgspec
+
+from duetime.clock import Clock
+from duetime.domain.timer import SHARDS_MAX, Namespace
+from duetime.errors import Conflict, InvalidField, NotFound, Unserved
+from duetime.single_flight import Shared
+from duetime.store import Store
+
+__all__ = ["DEFAULT_NAMESPACE", "FRESH_FOR_MS", "Namespaces"]
+
+DEFAULT_NAMESPACE = "default"
+# Whoever deletes a namespace waits for longer than this: then nobody takes a write for it any more.
+FRESH_FOR_MS = 3_000
+_DELETION_ENDS_MS = 30_000
+_READ_AGAIN_AFTER_S = 0.05  # wrong names must not be able to hammer the store
+
+
+class Namespaces:
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._fresh_until_ms = 0
+        self._by_name: dict[str, Namespace] = {}
+        self._events = 0  # readings that began and writes that ended, numbered in their order
+        self._read = 0  # the reading that is known
+        self._written: dict[str, int] = {}  # what this instance has written since that began
+        self._deleting: dict[str, tuple[int, int]] = {}  # marks seen: revision, and boot time of the first look
+        self._shared_refresh = Shared(self.refresh, pause_s=_READ_AGAIN_AFTER_S)
+
+    async def refresh(self) -> None:
+        began_ms = self._clock.boot_ms()
+        began = self._events = self._events + 1
+        rows = await self._store.namespaces()
+        if began < self._read:
+            return  # one that began later has been here
+        self._read = began
+        by_name = {namespace.name: namespace for namespace in rows}
+        # What was written since the reading began is newer than what was read.
+        self._written = {name: at for name, at in self._written.items() if at > began}
+        by_name.update((name, self._by_name[name]) for name in self._written)
+        self._by_name = by_name
+        self._fresh_until_ms = began_ms + FRESH_FOR_MS
+
+    async def reread(self) -> None:
+        """A reading that begins after this call; all who ask for one at the same time share it."""
+        await self._shared_refresh()
+
+    def usable(self, name: str) -> Namespace | None:
+        """One that is known well enough for a create: not being deleted, and read a moment ago. Without waiting."""
+        namespace = self._by_name.get(name)
+        if namespace is None or namespace.deleted or namespace.deleting or self._is_stale:
+            return None
+        return namespace
+
+    @property
+    def _is_stale(self) -> bool:
+        return not self._store.capabilities.exclusive and self._clock.boot_ms() > self._fresh_until_ms
+
+    def known(self, name: str) -> Namespace | None:
+        """Without waiting; the deleted ones too, because their last timers still need their policies."""
+        return self._by_name.get(name)
+
+    def all_known(self) -> list[Namespace]:
+        """Without waiting; the deleted ones are left out."""
+        return [namespace for namespace in self._by_name.values() if not namespace.deleted]
+
+    def shards_needed(self) -> int:
+        return max((namespace.num_shards for namespace in self._by_name.values()), default=0)
+
+    async def get(self, name: str) -> Namespace:
+        namespace = self._by_name.get(name)
+        if namespace is None or namespace.deleted or self._is_stale:
+            await self._shared_refresh()  # another instance may have made it a moment ago
+            namespace = self._by_name.get(name)
+        if namespace is None or namespace.deleted:
+            raise NotFound(f"There is no namespace {name!r}", field="namespace", code="namespace_not_found")
+        return namespace
+
+    async def get_for_create(self, name: str) -> Namespace:
+        """As `get`, but while it is being deleted: Unserved. Timers that are there can be read, changed and deleted."""
+        namespace = await self.get(name)
+        if namespace.deleting:
+            await self._shared_refresh()
+            namespace = await self.get(name)
+        if not namespace.deleting:
+            return namespace
+        if not self._is_abandoned(namespace):
+            raise Unserved(f"Namespace {name!r} is about to be deleted; nothing was applied, try again in seconds")
+        return await self.replace(
+            msgspec.structs.replace(namespace, revision=namespace.revision + 1, deleting=False), namespace
+        )
+
+    def _is_abandoned(self, namespace: Namespace) -> bool:
+        """Has the mark been there for so long that whoever set it must have ended? If not after all, its deletion fails
+        on the revision."""
+        now_ms = self._clock.boot_ms()
+        revision, since_ms = self._deleting.get(namespace.name, (-1, now_ms))
+        if revision != namespace.revision:
+            self._deleting[namespace.name] = (namespace.revision, now_ms)
+            return False
+        return now_ms - since_ms > _DELETION_ENDS_MS
+
+    async def all(self) -> list[Namespace]:
+        await self.refresh()
+        return self.all_known()
+
+    async def create(self, namespace: Namespace) -> Namespace:
+        """Make it, with the shards it needs. `num_shards` outlives a deletion: timers may still be there."""
+        if not 1 <= namespace.num_shards <= SHARDS_MAX:
+            raise InvalidField("numShards", f"numShards must be between 1 and {SHARDS_MAX}")
+        await self.refresh()
+        old = self._by_name.get(namespace.name)
+        if old is not None and not old.deleted:
+            raise Conflict(f"Namespace {namespace.name!r} exists", field="namespace", code="namespace_exists")
+        if old is not None and old.num_shards != namespace.num_shards:
+            raise Conflict(
+                f"A namespace {namespace.name!r} was deleted that had {old.num_shards} shards; "
+                "numShards of a name never changes",
+                field="numShards",
+                code="num_shards_immutable",
+            )
+        await self._store.ensure_shards(namespace.num_shards)
+        revision = 0 if old is None else old.revision + 1
+        return await self._put(msgspec.structs.replace(namespace, revision=revision), old)
+
+    async def replace(self, namespace: Namespace, old: Namespace) -> Namespace:
+        return await self._put(namespace, old)
+
+    async def _put(self, namespace: Namespace, old: Namespace | None) -> Namespace:
+        if not await self._store.put_namespace(namespace, None if old is None else old.revision):
+            await self.refresh()
+            raise Conflict(
+                f"Namespace {namespace.name!r} was changed by somebody else at the same time; try again",
+                field="namespace",
+                code="namespace_changed",
+            )
+        self._by_name[namespace.name] = namespace
+        self._events += 1
+        self._written[namespace.name] = self._events
+        return namespace

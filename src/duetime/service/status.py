@@ -1,0 +1,165 @@
+"""How this instance is doing, and how the whole cluster is: every living member is asked, in parallel.
+
+The rows of the store say who is a member and whose a shard is; figures come from the members themselves. One
+that does not answer is shown with the reason, which is a finding of its own: its address may be wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import msgspec
+
+from duetime import __version__
+from duetime.cluster.forwarding import Peer, Peers
+from duetime.config import EngineConfig
+from duetime.domain.status import ClusterStatus, HeldFor, InstanceStatus, MemberStatus, ShardCounts, ShardStatus
+from duetime.engine.engine import Engine
+from duetime.errors import DuetimeError
+from duetime.store import Member, ShardRow, Store
+
+__all__ = ["cluster_status", "instance_status"]
+
+_ASKED_WITHIN_S = 1.25  # what carries the question has a limit of one second, and says more when it is reached
+_UNOWNED_LISTED_MAX = 100
+_DEAD_LISTED_MAX = 100
+_DESTINATIONS_MAX = 5
+
+N = TypeVar("N", int, float)
+
+
+def instance_status(engine: Engine) -> InstanceStatus:
+    membership, flow, lateness = engine.membership, engine.fire_loop.flow, engine.telemetry.lateness
+    reason = engine.readiness()
+    p50, p99 = lateness.quantile(0.5), lateness.quantile(0.99)
+    return InstanceStatus(
+        instance_id=membership.instance_id,
+        version=__version__,
+        ready=reason is None,
+        reason=reason,
+        lease_ms=membership.lease_ms,
+        clock_skew_ms=membership.skew_ms,
+        shards=len(engine.shards),
+        in_memory=sum(len(shard.entries) for shard in engine.shards.values()),
+        in_flight=flow.in_flight,
+        held=engine.fire_loop.waiting,
+        writes_waiting=engine.writes_waiting,
+        unreadable=engine.unreadable,
+        oldest_due_ms=engine.fire_loop.oldest_due_ms(membership.now_ms()),
+        lateness_p50_ms=None if p50 is None else p50 * 1_000,
+        lateness_p99_ms=None if p99 is None else p99 * 1_000,
+        held_for=_held_for(engine),
+    )
+
+
+def _held_for(engine: Engine) -> tuple[HeldFor, ...]:
+    flow = engine.fire_loop.flow
+    if not flow.waiting:
+        return ()
+    longest = heapq.nlargest(_DESTINATIONS_MAX, flow.destinations(), key=lambda place: place.waiting)
+    return tuple(
+        HeldFor(
+            destination=place.name,
+            held=place.waiting,
+            in_flight=place.in_flight,
+            failures=place.failures,
+            breaker_open=place.open_until != 0,
+        )
+        for place in longest
+        if place.waiting
+    )
+
+
+async def cluster_status(
+    engine: Engine, store: Store, peers: Peers, config: EngineConfig, *, with_shards: bool = False
+) -> ClusterStatus:
+    # Members after shards, never before: an owner that joined in between would look dead.
+    rows = await store.shards()
+    members = _worth_showing(await store.members())
+    owned = Counter(row.owner_id for row in rows)
+    mine = instance_status(engine)
+    shown = await asyncio.gather(*(_ask(member, owned[member.instance_id], mine, peers) for member in members))
+    told = [member.status for member in shown if member.status is not None]
+    alive = {member.instance_id for member in members if member.alive}
+    unowned = [row.shard_id for row in rows if row.owner_id not in alive]
+    return ClusterStatus(
+        instance_id=mine.instance_id,
+        version=mine.version,
+        store=store.capabilities.name,
+        ready=mine.ready,
+        reason=mine.reason,
+        clock_skew_max_ms=config.clock_skew_max.ms,
+        dead_after_ms=config.dead_after.ms,
+        members=tuple(shown),
+        shard_counts=ShardCounts(
+            total=len(rows),
+            owned=len(rows) - len(unowned),
+            free=owned[None],
+            of_dead=len(unowned) - owned[None],
+        ),
+        unowned_shards=tuple(unowned[:_UNOWNED_LISTED_MAX]),
+        shards=tuple(_shard_status(engine, row) for row in rows) if with_shards else None,
+        in_memory=sum(status.in_memory for status in told),
+        in_flight=sum(status.in_flight for status in told),
+        held=sum(status.held for status in told),
+        writes_waiting=sum(status.writes_waiting for status in told),
+        unreadable=sum(status.unreadable for status in told),
+        clock_skew_ms=max((status.clock_skew_ms for status in told), key=abs, default=0),
+        oldest_due_ms=_worst(told, lambda status: status.oldest_due_ms),
+        lateness_p50_ms=_worst(told, lambda status: status.lateness_p50_ms),
+        lateness_p99_ms=_worst(told, lambda status: status.lateness_p99_ms),
+    )
+
+
+def _worth_showing(members: list[Member]) -> list[Member]:
+    """The living by address; then the dead that joined last: an instance that dies again and again leaves a row
+    each time, for ten minutes."""
+    alive = sorted((m for m in members if m.alive), key=lambda m: (m.address, m.joined_at_ms))
+    dead = sorted((m for m in members if not m.alive), key=lambda m: (-m.joined_at_ms, m.instance_id))
+    return alive + dead[:_DEAD_LISTED_MAX]
+
+
+async def _ask(member: Member, shards: int, mine: InstanceStatus, peers: Peers) -> MemberStatus:
+    status, unreachable = None, None
+    if member.instance_id == mine.instance_id:
+        status = mine
+    elif member.alive:
+        try:
+            async with asyncio.timeout(_ASKED_WITHIN_S):
+                status = await peers.status(Peer(member.instance_id, member.address, member.secret))
+        except TimeoutError:
+            unreachable = "it does not answer in time"
+        except DuetimeError as error:
+            unreachable = error.detail
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # of another version
+            unreachable = f"its answer cannot be read: {error}"
+    return MemberStatus(
+        instance_id=member.instance_id,
+        address=member.address,
+        alive=member.alive,
+        self_=status is mine,
+        shards=shards,
+        joined_at_ms=member.joined_at_ms,
+        status=status,
+        unreachable=unreachable,
+    )
+
+
+def _shard_status(engine: Engine, row: ShardRow) -> ShardStatus:
+    shard = engine.shards.get(row.shard_id)
+    return ShardStatus(
+        shard_id=row.shard_id,
+        version=row.version,
+        owner_id=row.owner_id,
+        owner_address=row.owner_address,
+        in_memory=None if shard is None else len(shard.entries),
+        horizon_ms=None if shard is None else max(0, shard.horizon.execute_at_ms),
+    )
+
+
+def _worst(told: Iterable[InstanceStatus], figure: Callable[[InstanceStatus], N | None]) -> N | None:
+    return max((value for status in told if (value := figure(status)) is not None), default=None)

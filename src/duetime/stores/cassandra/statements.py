@@ -1,0 +1,222 @@
+"""What is said to Cassandra, and how its rows read. schema/cassandra says what the rows are.
+
+Times travel as milliseconds both ways. A column that has no value is left unset, for a null is a tombstone; only where
+a row is overwritten in place are nulls said, or what stood there would remain.
+"""
+# ruff: noqa: S608 (texts are put together from names of our own and a checked keyspace)
+
+from __future__ import annotations
+
+from struct import Struct as Packing
+from typing import Any, Final, NamedTuple
+
+from cassandra.query import UNSET_VALUE
+
+from duetime.domain.timer import BEFORE_ALL, ROW_FORMAT, Position, TimerKey, uuid_of
+from duetime.store import ShardRow
+from duetime.stores.rows import KEY_COLUMNS, REACHED_COLUMNS, TIMER_COLUMNS, TIMES, Row
+
+__all__ = [
+    "REACHED",
+    "TIMER",
+    "UNSET",
+    "Floors",
+    "Key",
+    "Statements",
+    "floors_of",
+    "id_row",
+    "place_in",
+    "reached_id_row",
+    "shard_key",
+    "shard_row",
+    "texts",
+    "without_nulls",
+]
+
+UNSET: Final = UNSET_VALUE
+
+SHARD, TIMER, REACHED, TIMER_OF_ID, REACHED_OF_ID = 1, 2, 3, 4, 5
+
+Key = tuple[int, int, int, int, bytes]
+"""Of a row in its partition: row type, time, the two halves of a uuid, order."""
+
+shard_key: Final[Key] = (SHARD, 0, 0, 0, b"")
+
+
+def id_row(key: TimerKey) -> Key:
+    """Where the place of a timer is written. Not the timer's own uuid: what is asked for by key has only the key."""
+    return (TIMER_OF_ID, 0, *uuid_of(key.namespace, key.timer_id), b"")
+
+
+_order = Packing(">QQQQQ")
+_MIDDLE: Final = 1 << 63
+
+
+def reached_id_row(key: TimerKey, generation: int, reached_at_ms: int, place: Position) -> Key:
+    """Where the place of a reached timer is written: among those of its id in the order of generations and times."""
+    order = _order.pack(*(number + _MIDDLE for number in (generation, reached_at_ms, *place)))
+    return (REACHED_OF_ID, 0, *uuid_of(key.namespace, key.timer_id), order)
+
+
+def place_in(order: bytes) -> Position:
+    _, _, *place = _order.unpack(order)
+    return Position(*(number - _MIDDLE for number in place))
+
+
+def without_nulls(values: tuple[Any, ...]) -> list[Any]:
+    return [UNSET if value is None else value for value in values]
+
+
+# --- statements ----------------------------------------------------------------------------------
+
+_KEY: Final = "row_type, timer_execute_at, timer_uuid_high, timer_uuid_low, row_order"
+_POSITION: Final = "(timer_execute_at, timer_uuid_high, timer_uuid_low)"
+_BETWEEN: Final = f"{_POSITION} > (?, ?, ?) AND {_POSITION} <= (?, ?, ?) LIMIT ?"
+_SHARD_ROW: Final = f"""shard_id = ? AND row_type = {SHARD}
+  AND timer_execute_at = 0 AND timer_uuid_high = 0 AND timer_uuid_low = 0 AND row_order = 0x"""
+_FENCE: Final = "IF shard_version = ? AND shard_nonce = ?"
+_BACKWARDS: Final = "ORDER BY " + ", ".join(f"{name} DESC" for name in _KEY.split(", "))
+
+
+class Statements(NamedTuple):
+    """Each prepared, under the name of its text."""
+
+    # shards
+    shard_count: Any
+    first_shard_count: Any
+    raise_shard_count: Any
+    new_shard: Any
+    shards: Any
+    claim: Any
+    release: Any
+    # what a fenced batch is made of: the fence is its first
+    fence: Any
+    put_timer: Any
+    put_reached: Any
+    put_place: Any
+    put_reached_place: Any
+    drop: Any
+    drop_reached: Any
+    # what is looked at before
+    before: Any
+    first_timer: Any
+    expired: Any
+    # reads
+    load: Any
+    list_reached: Any
+    newest: Any
+    rows: Any
+    # members and namespaces
+    now: Any
+    join: Any
+    beat: Any
+    member: Any
+    members: Any
+    mark_dead: Any
+    forget: Any
+    namespaces: Any
+    new_namespace: Any
+    change_namespace: Any
+
+
+def texts(keyspace: str) -> dict[str, str]:
+    timers, members, namespaces, settings = (
+        f'"{keyspace}".{name}' for name in ("timers", "members", "namespaces", "duetime_schema")
+    )
+    timer_columns, reached_columns = ", ".join(TIMER_COLUMNS), ", ".join(REACHED_COLUMNS)
+    of_shard = f"FROM {timers} WHERE shard_id = ? AND row_type"
+    return {
+        "shard_count": f"SELECT number FROM {settings} WHERE name = 'shards'",
+        "first_shard_count": f"INSERT INTO {settings} (name, number) VALUES ('shards', ?) IF NOT EXISTS",
+        "raise_shard_count": f"UPDATE {settings} SET number = ? WHERE name = 'shards' IF number < ?",
+        "new_shard": f"""INSERT INTO {timers} (shard_id, {_KEY}, shard_version)
+            VALUES (?, {SHARD}, 0, 0, 0, 0x, 0) IF NOT EXISTS""",
+        "shards": f"SELECT {_SHARD_COLUMNS} FROM {timers} WHERE shard_id IN ? AND row_type = {SHARD}",
+        "claim": f"""UPDATE {timers} SET shard_version = ?, shard_nonce = ?, shard_owner_id = ?,
+            shard_owner_address = ?, shard_claimed_at = ? WHERE {_SHARD_ROW} IF shard_version = ?""",
+        # A free shard has no nonce: no fence is equal to that.
+        "release": f"""UPDATE {timers} SET shard_nonce = null, shard_owner_id = null, shard_owner_address = null,
+            shard_claimed_at = null WHERE {_SHARD_ROW} {_FENCE}""",
+        "fence": f"""UPDATE {timers} SET shard_nonce = ?, shard_low_water_at = ?, shard_low_water_high = ?,
+            shard_low_water_low = ?, shard_timers_from = ?, shard_reached_from = ? WHERE {_SHARD_ROW} {_FENCE}""",
+        "put_timer": f"""INSERT INTO {timers} (shard_id, row_type, row_order, row_format, {timer_columns})
+            VALUES (?, {TIMER}, 0x, {ROW_FORMAT}, {_marks(TIMER_COLUMNS)})""",
+        "put_reached": f"""INSERT INTO {timers} (shard_id, row_type, row_order, row_format, {reached_columns})
+            VALUES (?, {REACHED}, 0x, {ROW_FORMAT}, {_marks(REACHED_COLUMNS)})""",
+        "put_place": f"""INSERT INTO {timers} (shard_id, {_KEY}, timer_own_execute_at, timer_own_uuid_high,
+            timer_own_uuid_low) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)""",
+        "put_reached_place": f"INSERT INTO {timers} (shard_id, {_KEY}) VALUES (?, ?, ?, ?, ?, ?)",
+        "drop": f"""DELETE {of_shard} = ? AND timer_execute_at = ? AND timer_uuid_high = ? AND timer_uuid_low = ?
+            AND row_order = ?""",
+        "drop_reached": f"DELETE {of_shard} = {REACHED} AND {_POSITION} <= (?, ?, ?)",
+        "before": f"""SELECT row_type, timer_uuid_high, timer_uuid_low, {_ms("timer_own_execute_at")},
+            timer_own_uuid_high, timer_own_uuid_low, shard_version, shard_nonce, {_ms("shard_timers_from")},
+            {_ms("shard_reached_from")} FROM {timers} WHERE shard_id = ? AND ({_KEY}) IN ?""",
+        "first_timer": f"""SELECT {_ms("timer_execute_at")} {of_shard} = {TIMER} AND {_BETWEEN}""",
+        "expired": f"""SELECT {_selected(KEY_COLUMNS)}, timer_namespace, timer_id, timer_generation,
+            {_ms("timer_reached_at")} {of_shard} = {REACHED} AND timer_execute_at >= ? AND timer_execute_at < ?
+            LIMIT ?""",
+        "load": f"""SELECT {_selected(TIMER_COLUMNS)} {of_shard} = {TIMER} AND {_BETWEEN}""",
+        "list_reached": f"""SELECT {_selected(REACHED_COLUMNS)} {of_shard} = {REACHED} AND {_BETWEEN}""",
+        "newest": f"""SELECT timer_uuid_high, timer_uuid_low, row_order {of_shard} = {REACHED_OF_ID}
+            AND timer_execute_at = 0 AND (timer_uuid_high, timer_uuid_low) IN ? {_BACKWARDS} LIMIT ?""",
+        "rows": f"""SELECT {_selected(REACHED_COLUMNS)}, row_type FROM {timers}
+            WHERE shard_id = ? AND ({_KEY}) IN ?""",
+        "now": "SELECT toUnixTimestamp(now()) FROM system.local",
+        "join": f"""INSERT INTO {members} (instance_id, address, counter, alive, joined_at, secret)
+            VALUES (?, ?, ?, ?, ?, ?) IF NOT EXISTS""",
+        "beat": f"UPDATE {members} SET counter = ? WHERE instance_id = ? IF alive = true AND counter < ?",
+        "member": f"SELECT {_MEMBER_COLUMNS} FROM {members} WHERE instance_id = ?",
+        "members": f"SELECT {_MEMBER_COLUMNS} FROM {members}",
+        "mark_dead": f"UPDATE {members} SET alive = false WHERE instance_id = ? IF alive = true AND counter = ?",
+        "forget": f"DELETE FROM {members} WHERE instance_id = ? IF alive = false",
+        "namespaces": f"SELECT name, document FROM {namespaces}",
+        "new_namespace": f"INSERT INTO {namespaces} (name, revision, document) VALUES (?, ?, ?) IF NOT EXISTS",
+        "change_namespace": f"UPDATE {namespaces} SET revision = ?, document = ? WHERE name = ? IF revision = ?",
+    }
+
+
+def _ms(column: str) -> str:
+    return f"toUnixTimestamp({column})"
+
+
+def _selected(columns: tuple[str, ...]) -> str:
+    return ", ".join(_ms(name) if name in TIMES else name for name in columns)
+
+
+def _marks(columns: tuple[str, ...]) -> str:
+    return ", ".join("?" * len(columns))
+
+
+_SHARD_COLUMNS: Final = ", ".join(
+    [
+        *("shard_id", "shard_version", "shard_nonce", "shard_owner_id", "shard_owner_address"),
+        _ms("shard_claimed_at"),
+        *(_ms("shard_low_water_at"), "shard_low_water_high", "shard_low_water_low"),
+        *(_ms("shard_timers_from"), _ms("shard_reached_from")),
+    ]
+)
+_MEMBER_COLUMNS: Final = f"instance_id, address, counter, alive, {_ms('joined_at')}, secret"
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+class Floors(NamedTuple):
+    """Before these times a shard holds no timer, and no reached one; None: nobody has looked yet.
+
+    Rows that are gone leave tombstones, which have to be read over for days. Whoever reads from the beginning begins
+    here instead. Kept with every commit that goes below, and raised by those that find out.
+    """
+
+    timers_from_ms: int | None
+    reached_from_ms: int | None
+
+
+def shard_row(row: Row) -> ShardRow:
+    low_water = BEFORE_ALL if row[6] is None else Position(row[6], row[7], row[8])
+    return ShardRow(row[0], row[1], row[2] or 0, row[3], row[4], row[5] or 0, low_water)
+
+
+def floors_of(row: Row) -> Floors:
+    return Floors(row[9], row[10])

@@ -1,0 +1,161 @@
+"""What is read from DynamoDB: rows by position, a timer and its ends by key, lists. All reads are consistent ones.
+
+A query ends where the service says so, which is where its answer has no LastEvaluatedKey, and nowhere else: an answer
+stops at a megabyte, and may be short or empty and not the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+from msgspec import Struct
+
+from duetime.domain.timer import Position, TimerKey
+from duetime.errors import StoreError
+from duetime.store import Found, Listing, ListQuery, Page, Stretch
+from duetime.stores.dynamodb import rows as items
+from duetime.stores.dynamodb.connection import Run
+from duetime.stores.dynamodb.rows import Item, number, text
+from duetime.stores.fencing import each_by_itself
+from duetime.stores.merging import Piece, Scan, matching, merged
+from duetime.stores.rows import Ends, bound_ms, found_by_key, page_of
+
+__all__ = ["Tables", "all_of", "get_many", "list_timers", "load", "rows_by_position"]
+
+_ANSWERS_MAX: Final = 16  # of up to 1 MB each, in one load
+
+
+class Tables(Struct, frozen=True):
+    """The names of the two tables, and in whose turn a shard is."""
+
+    timers: str
+    cluster: str
+    turns: dict[int, asyncio.Lock]
+
+    def turn_of(self, shard_id: int) -> asyncio.Lock:
+        return self.turns.setdefault(shard_id, asyncio.Lock())
+
+
+async def all_of(run: Run, tables: Tables, kind: str) -> list[Item]:
+    """Everything of a kind, by name."""
+    found: list[Item] = []
+    request: dict[str, Any] = {}
+    while True:
+        answer = await run(
+            "query",
+            TableName=tables.cluster,
+            ConsistentRead=True,
+            KeyConditionExpression="item_kind = :kind",
+            ExpressionAttributeValues={":kind": text(kind)},
+            **request,
+        )
+        found += answer["Items"]
+        if "LastEvaluatedKey" not in answer:
+            return found
+        request = {"ExclusiveStartKey": answer["LastEvaluatedKey"]}
+
+
+async def rows_by_position(
+    run: Run, tables: Tables, shard_id: int, first: bytes, last: bytes, limit: int, answers_max: int, **more: Any
+) -> tuple[list[Item], bool]:
+    """Rows by position, and whether they are all there are."""
+    found: list[Item] = []
+    if first > last:
+        return found, True
+    answers = 0
+    while True:
+        answer = await run(
+            "query",
+            TableName=tables.timers,
+            IndexName=items.POSITIONS,
+            ConsistentRead=True,
+            KeyConditionExpression="shard_id = :shard_id AND row_at BETWEEN :first AND :last",
+            ExpressionAttributeValues={":shard_id": number(shard_id), ":first": {"B": first}, ":last": {"B": last}},
+            Limit=limit - len(found),
+            **more,
+        )
+        found += answer["Items"]
+        answers += 1
+        if "LastEvaluatedKey" not in answer:
+            return found, True
+        if len(found) >= limit or (found and answers >= answers_max):
+            return found, False
+        more["ExclusiveStartKey"] = answer["LastEvaluatedKey"]
+
+
+async def load(run: Run, tables: Tables, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
+    """Each by itself: one partition may be throttled, and the others not."""
+    answers_max = max(1, _ANSWERS_MAX // max(1, len(stretches)))
+    shard_ids = [stretch.shard_id for stretch in stretches]
+    return await each_by_itself(stretches, shard_ids, lambda stretch: _load(run, tables, stretch, answers_max))
+
+
+async def _load(run: Run, tables: Tables, stretch: Stretch, answers_max: int) -> Page:
+    first = items.after(items.TIMER, _bound(stretch.after))
+    last = items.up_to(items.TIMER, bound_ms(stretch.until_ms))
+    found, ended = await rows_by_position(run, tables, stretch.shard_id, first, last, stretch.limit + 1, answers_max)
+    if ended and len(found) <= stretch.limit:
+        return page_of(found, None, items.READING)
+    del found[stretch.limit :]
+    return page_of(found, items.position_of(found[-1]), items.READING)
+
+
+def _bound(position: Position) -> Position:
+    return position._replace(execute_at_ms=bound_ms(position.execute_at_ms))
+
+
+async def get_many(run: Run, tables: Tables, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
+    asked = list(dict.fromkeys(keys))
+    found = await asyncio.gather(*(_get(run, tables, shard_id, key) for shard_id, key in asked))
+    by_key = dict(zip(asked, found, strict=True))
+    return [by_key[key] for key in keys]
+
+
+async def _get(run: Run, tables: Tables, shard_id: int, key: TimerKey) -> Found:
+    async def ask(_: object, ends_max: int) -> Ends[TimerKey]:
+        found = await _stored(run, tables, shard_id, key, ends_max)
+        timer = found.pop(0) if found and items.is_timer(found[0]) else None
+        ends = found[:ends_max]
+        return {} if timer is None else {key: timer}, {key: ends} if ends else {}
+
+    return (await found_by_key([key], ask, items.READING))[key]
+
+
+async def _stored(run: Run, tables: Tables, shard_id: int, key: TimerKey, ends_max: int) -> list[Item]:
+    """Backwards: the timer, if it is there, then its newest end. In that order, because a query is not of one moment:
+    a timer that ends meanwhile is then seen twice, which does no harm, and not missed in both places."""
+    found: list[Item] = []
+    request: dict[str, Any] = {}
+    while len(found) < 1 + ends_max:
+        answer = await run(
+            "query",
+            TableName=tables.timers,
+            ConsistentRead=True,
+            KeyConditionExpression="shard_id = :shard_id AND begins_with(row_key, :key)",
+            ExpressionAttributeValues={":shard_id": number(shard_id), ":key": {"B": items.ends_of(key)}},
+            ScanIndexForward=False,
+            Limit=1 + ends_max - len(found),
+            **request,
+        )
+        found += answer["Items"]
+        if "LastEvaluatedKey" not in answer:
+            break
+        request = {"ExclusiveStartKey": answer["LastEvaluatedKey"]}
+    return found
+
+
+async def list_timers(run: Run, tables: Tables, query: ListQuery) -> Listing:
+    """The service filters nothing that it does not charge for; so we do."""
+    row_type = items.REACHED if query.endings else items.TIMER
+
+    async def scanned(scan: Scan) -> Piece:
+        first, last = items.after(row_type, _bound(scan.after)), items.up_to(row_type, bound_ms(scan.until_ms))
+        found, ended = await rows_by_position(run, tables, scan.shard_id, first, last, scan.count, _ANSWERS_MAX)
+        return Piece([(items.position_of(item), matching(query, item, items.READING)) for item in found], ended)
+
+    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+        return list(await asyncio.gather(*(scanned(scan) for scan in scans)))
+
+    return await merged(query, fetch)

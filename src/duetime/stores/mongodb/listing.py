@@ -1,0 +1,93 @@
+"""Lists of MongoStore: each scan is a command, filtered by the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from bson.datetime_ms import DatetimeMS
+
+from duetime.domain.timer import Reached, Timer
+from duetime.store import Listing, ListQuery, Unreadable
+from duetime.stores.merging import Item, Piece, Scan, matching, merged
+from duetime.stores.mongodb.connection import Talk
+from duetime.stores.mongodb.rows import (
+    BY_CORRELATION,
+    IN_ORDER,
+    REACHED,
+    READING,
+    TIMER,
+    Document,
+    bounds,
+)
+from duetime.stores.mongodb.statements import Run, between, gathered
+from duetime.stores.rows import as_json, bound_ms
+
+__all__ = ["list_timers"]
+
+
+async def list_timers(run: Run, query: ListQuery) -> Listing:
+    """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
+    projection = _projection(query)
+
+    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+        return await gathered([run(partial(_fetch, query=query, scan=scan, projection=projection)) for scan in scans])
+
+    return await merged(query, fetch, in_one_scan=query.correlation_id is not None)
+
+
+async def _fetch(talk: Talk, query: ListQuery, scan: Scan, projection: Document) -> Piece:
+    row_type = REACHED if query.endings else TIMER
+    condition: Document = {}
+    if query.correlation_id is None:
+        index, found = "in_order", bounds(IN_ORDER, (row_type, scan.shard_id), scan.after, scan.until_ms)
+    else:
+        leading = (query.correlation_id, query.namespace, row_type)
+        index, found = "by_correlation", bounds(BY_CORRELATION, leading, scan.after, scan.until_ms)
+        condition = {"shard_id": {"$lt": scan.shard_id}}
+    if found is None:
+        return Piece((), ended=True)
+    cursor = talk.timers.find(condition, projection, session=talk.session)
+    documents = await between(cursor, index, found, scan.count).to_list()
+    items: list[Item] = [(READING.place(document), _found(document, query)) for document in documents]
+    return Piece(items, len(items) < scan.count)
+
+
+def _found(document: Document, query: ListQuery) -> Timer | Reached | Unreadable | None:
+    whole = document.get("whole")
+    return None if whole is None else matching(query, whole, READING)
+
+
+def _projection(query: ListQuery) -> Document:
+    """Of documents that match everything, of the others the place only.
+
+    A tag is looked for in the text of the options, which finds too much; the reader looks again.
+    """
+    due = "$timer_scheduled_at" if query.endings else "$timer_execute_at"
+    tests: list[Document] = [{"$eq": ["$timer_namespace", _literal(query.namespace)]}]
+    if query.id_prefix is not None:
+        tests.append({"$eq": [{"$indexOfBytes": ["$timer_id", _literal(query.id_prefix)]}, 0]})
+    if query.correlation_id is not None:
+        tests.append({"$eq": ["$timer_correlation_id", _literal(query.correlation_id)]})
+    if query.due_from_ms is not None:
+        tests.append({"$gte": [due, DatetimeMS(bound_ms(query.due_from_ms))]})
+    if query.due_until_ms is not None:
+        tests.append({"$lt": [due, DatetimeMS(bound_ms(query.due_until_ms))]})
+    if query.tag is not None:
+        options = {"$ifNull": ["$timer_options", ""]}
+        tests.append({"$gte": [{"$indexOfBytes": [options, _literal(as_json(query.tag))]}, 0]})
+    if query.endings:
+        tests.append({"$in": ["$timer_outcome", sorted(query.endings)]})
+    return {
+        "_id": 0,
+        "timer_execute_at": 1,
+        "timer_uuid_high": 1,
+        "timer_uuid_low": 1,
+        "whole": {"$cond": [{"$and": tests}, "$$ROOT", "$$REMOVE"]},
+    }
+
+
+def _literal(text: str) -> dict[str, Any]:
+    """What begins with a dollar is else taken for the name of a field."""
+    return {"$literal": text}

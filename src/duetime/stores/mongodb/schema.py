@@ -1,0 +1,211 @@
+"""The collections under MongoStore: made, brought up to date, recognised; and what a doctor wants to know.
+
+There is no lock: every step of a migration may be run by many at once, and again. A database is known as ours by its
+document in `duetime_schema`, which is there before anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from pymongo import AsyncMongoClient, errors
+from pymongo.asynchronous.database import AsyncDatabase
+from pymongo.uri_parser import parse_uri
+
+from duetime.errors import SchemaMismatch, SetupError, StoreError, StoreUnavailable
+from duetime.stores.mongodb import connection
+from duetime.stores.mongodb.connection import NO_REPLICA_SET, Address
+from duetime.stores.mongodb.rows import INDEXES, Document
+from duetime.telemetry import log
+
+__all__ = ["SCHEMA_VERSION", "check", "diagnose", "migrate", "wipe"]
+
+Database = AsyncDatabase[Document]
+
+OLDEST_SERVER = 6
+SETUP_SECONDS = 60.0  # for all commands of a start together; making an index over many timers is slow
+_COLLECTIONS = ("timers", "members", "namespaces")
+_SCHEMA = "duetime_schema"
+_EXISTS = 48
+
+
+async def _make_collections(db: Database) -> None:
+    for name in _COLLECTIONS:
+        try:
+            await db.command({"create": name, "writeConcern": {"w": "majority"}})
+        except errors.OperationFailure as error:
+            if error.code != _EXISTS:
+                raise
+    await db.command({"createIndexes": "timers", "indexes": list(INDEXES), "writeConcern": {"w": "majority"}})
+
+
+_MIGRATIONS: tuple[Callable[[Database], Awaitable[None]], ...] = (_make_collections,)
+SCHEMA_VERSION = len(_MIGRATIONS)
+
+
+async def migrate(address: Address) -> None:
+    """Make the collections, or bring them up to this version."""
+    async with _database(address) as db:
+        await _check_server(address, db)
+        found = await _recognise(address, db)
+        if found == SCHEMA_VERSION:
+            return
+        await db[_SCHEMA].update_one({"_id": "schema"}, {"$setOnInsert": {"version": 0}}, upsert=True)
+        for number in range(found + 1, SCHEMA_VERSION + 1):
+            await _MIGRATIONS[number - 1](db)
+            await db[_SCHEMA].update_one({"_id": "schema"}, {"$max": {"version": number}})
+        log.info("%s: made the collections of schema %d", address.label, SCHEMA_VERSION)
+
+
+async def check(address: Address) -> None:
+    """Refuse a database that cannot be used, and say loudly what endangers the promise."""
+    async with _database(address) as db:
+        await _check_server(address, db)
+        found = await _recognise(address, db)
+        if found < SCHEMA_VERSION:
+            what = f"has schema {found}, this version needs {SCHEMA_VERSION}" if found else "has no collections yet"
+            raise SchemaMismatch(f"{address.label} {what}; `duetime serve` makes them")
+        for warning in await _dangers(db):
+            log.warning("%s: %s", address.label, warning)
+
+
+async def wipe(address: Address) -> None:
+    """For tests: all documents."""
+    async with _database(address) as db:
+        if await _recognise(address, db):
+            for name in _COLLECTIONS:
+                await db[name].delete_many({})
+
+
+# --- what is found -------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def _database(address: Address) -> AsyncIterator[Database]:
+    """By a client of its own. What goes wrong becomes an error that says what to do."""
+    client = connection.connect(address, connections=2)
+    try:
+        # Not pymongo.timeout: by that the driver would also wait for servers that cannot be reached.
+        async with asyncio.timeout(SETUP_SECONDS):
+            yield client[address.database]
+    except (StoreError, SetupError):
+        raise
+    except errors.ServerSelectionTimeoutError as error:
+        raise await _no_primary(address) or connection.setup_error(address, error) from error
+    except TimeoutError as error:
+        raise StoreUnavailable(f"mongodb: {address.label} is not ready within {SETUP_SECONDS:g} s") from error
+    except Exception as error:
+        raise connection.setup_error(address, error) from error
+    finally:
+        await connection.close(client)
+
+
+async def _check_server(address: Address, db: Database) -> Document:
+    hello: Document = await db.client.admin.command("hello")
+    if "setName" not in hello and hello.get("msg") != "isdbgrid":
+        raise _unusable(address, "is a replica set that is not initiated" if hello.get("isreplicaset") else "")
+    if not hello["isWritablePrimary"]:
+        raise _unusable(address, "is a secondary; name the primary, or leave out directConnection")
+    version = (await db.client.admin.command("buildInfo"))["version"]
+    if int(version.partition(".")[0]) < OLDEST_SERVER:
+        raise _unusable(address, f"is MongoDB {version}; {OLDEST_SERVER}.0 or later is needed")
+    return hello
+
+
+def _unusable(address: Address, why: str) -> SetupError:
+    return SetupError(f"store.url: {address.label} {why or NO_REPLICA_SET}", field="store.url")
+
+
+_INSECURE = ("tlsAllowInvalidCertificates", "tlsAllowInvalidHostnames", "tlsDisableOCSPEndpointCheck")
+
+
+async def _no_primary(address: Address) -> SetupError | None:
+    """Why no primary was found, if one of the hosts says something that will not pass by itself."""
+    if address.uri.startswith("mongodb+srv"):
+        return None
+    parsed = parse_uri(address.uri)
+    asked = {name: value for name, value in parsed["options"].items() if name.lower().startswith("tls")}
+    if "tlsInsecure" in asked:  # the parser adds the options it implies, and the client refuses both together
+        asked = {name: value for name, value in asked.items() if name not in _INSECURE}
+    wanted = parsed["options"].get("replicaSet")
+    for host, port in parsed["nodelist"]:
+        single: connection.Client = AsyncMongoClient(
+            host, port, directConnection=True, serverSelectionTimeoutMS=1_000, connectTimeoutMS=1_000, **asked
+        )
+        try:
+            hello = await single.admin.command("hello")
+        except errors.PyMongoError:
+            continue
+        finally:
+            await connection.close(single)
+        if hello.get("isreplicaset"):
+            return _unusable(address, "is a replica set that is not initiated: call rs.initiate() once")
+        if "setName" not in hello:
+            return _unusable(address, NO_REPLICA_SET)
+        if wanted is not None and hello["setName"] != wanted:
+            return _unusable(address, f"is the replica set {hello['setName']!r}, and not {wanted!r}")
+    return None
+
+
+async def _recognise(address: Address, db: Database) -> int:
+    """The schema version, 0 where there is nothing of ours."""
+    found = await db[_SCHEMA].find_one({"_id": "schema"})
+    if found is None and "timers" in await db.list_collection_names(filter={"name": "timers"}):
+        found = await db[_SCHEMA].find_one({"_id": "schema"})  # another instance may be just ahead of us
+        if found is None:
+            raise _unusable(address, "has a collection 'timers' of another program; name a database of its own")
+    version = int(found["version"]) if found else 0
+    if version > SCHEMA_VERSION:
+        raise SchemaMismatch(
+            f"{address.label} has schema {version}, this version knows {SCHEMA_VERSION}: it was used by a newer Duetime"
+        )
+    return version
+
+
+async def _dangers(db: Database) -> list[str]:
+    engine = await _told(db, "serverStatus", "storageEngine")
+    if engine is not None and not engine.get("persistent", True):
+        return [f"the storage engine {engine['name']} keeps everything in memory: a restart loses all timers"]
+    return []
+
+
+async def _told(db: Database, command: str, name: str) -> Any:
+    """None: the user may not ask that."""
+    try:
+        return (await db.client.admin.command(command)).get(name)
+    except errors.OperationFailure:
+        return None
+
+
+# --- for the doctor ------------------------------------------------------------------------------
+
+
+async def diagnose(address: Address) -> list[str]:
+    """Plain sentences: what the server is, and, after "danger: ", what about it endangers the promise."""
+    async with _database(address) as db:
+        hello = await _check_server(address, db)
+        found = await _recognise(address, db)
+        version = (await db.client.admin.command("buildInfo"))["version"]
+        said = [f"MongoDB {version}", _kind(hello)]
+        engine = await _told(db, "serverStatus", "storageEngine")
+        if engine is not None:
+            said.append(f"storage engine {engine['name']}")
+        connections = await _told(db, "serverStatus", "connections")
+        if connections is not None:
+            free, used = connections["available"], connections["current"]
+            said.append(f"{free} of {free + used} of its connections are free")
+        said.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
+        return said + [f"danger: {text}" for text in await _dangers(db)]
+
+
+def _kind(hello: Document) -> str:
+    if "setName" not in hello:
+        return "it is a router (mongos) of a sharded cluster"
+    count, arbiters = len(hello["hosts"]), len(hello.get("arbiters", ()))
+    made_of = f"{count} member{'s' * (count > 1)}" + (
+        f" and {arbiters} arbiter{'s' * (arbiters > 1)}" if arbiters else ""
+    )
+    return f"it is the primary of the replica set {hello['setName']!r} with {made_of}"

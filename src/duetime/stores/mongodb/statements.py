@@ -1,0 +1,504 @@
+"""What MongoStore says to its database: the functions that ask, write, and read the answers.
+
+Every fenced write is a transaction, and the first thing it does is to *change* the shards' documents, on condition of
+their fences: it counts the commit. A transaction that only read them would not notice a claim. So, of a write and a
+claim that meet, either the claim comes first, and the write conflicts, is run again and finds its fence gone; or the
+write comes first, and the claim waits for its end.
+
+The end may not come: a transaction belongs to a session and not to a connection, and when its owner dies it stays open
+on the server for a minute. That is why a shard's document names the sessions of its owner, and why whoever claims the
+shard ends them first. An owner that is alive after all runs its transaction again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from bson.datetime_ms import DatetimeMS
+from pymongo import ReturnDocument, UpdateOne, errors
+from pymongo.asynchronous.cursor import AsyncCursor
+
+from duetime.domain.timer import Namespace, Position, TimerKey
+from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreUnavailable
+from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
+from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
+from duetime.stores.mongodb.connection import Talk, in_words
+from duetime.stores.mongodb.rows import (
+    IN_ORDER,
+    NEWEST,
+    REACHED,
+    READING,
+    SHARD,
+    TIMER,
+    Document,
+    bounds,
+    free_shard,
+    low_water_document,
+    reached_document,
+    shard_in,
+    shard_key,
+    timer_document,
+    timer_key,
+)
+from duetime.stores.rows import FIRST_MS, Ends, as_json, found_by_key, namespaces_of, page_of
+from duetime.telemetry import log
+
+LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
+COMMAND_BYTES_MAX = 12 * 1024 * 1024  # of 16 MiB that a command may have; a single document may be larger
+DOCUMENT_BYTES = 1024  # of a document without its texts: at most
+FEW = 16  # documents: up to here one slow command is faster than three quick ones (measured)
+
+T = TypeVar("T")
+Cursor: TypeAlias = AsyncCursor[Document]
+
+
+class Run(Protocol):
+    """Does a piece of work in one of the store's sessions."""
+
+    def __call__(self, work: Callable[[Talk], Awaitable[T]], /) -> Awaitable[T]: ...
+
+
+# --- members -------------------------------------------------------------------------------------
+
+
+async def join(run: Run, member: Member) -> None:
+    """Joining twice is joining once; but the dead stay dead."""
+    new = {
+        "address": member.address,
+        "counter": member.counter,
+        "alive": member.alive,
+        "joined_at": DatetimeMS(member.joined_at_ms),
+        "secret": member.secret,
+    }
+    found = await run(
+        lambda talk: talk.members.find_one_and_update(
+            {"_id": member.instance_id},
+            {"$setOnInsert": new},
+            upsert=True,
+            return_document=ReturnDocument.AFTER,
+            session=talk.session,
+        )
+    )
+    if found is None or not found["alive"]:
+        raise MemberDead(f"{member.instance_id} was declared dead")
+
+
+async def heartbeat(run: Run, instance_id: str, counter: int) -> tuple[int, int]:
+    """The server's time, and what the counter was before."""
+    found = await run(
+        lambda talk: talk.members.find_one_and_update(
+            {"_id": instance_id, "alive": True},
+            [{"$set": {"before": "$counter", "counter": {"$max": ["$counter", counter]}, "beat_at": "$$NOW"}}],
+            return_document=ReturnDocument.AFTER,
+            projection={"before": 1, "beat_at": 1},
+            session=talk.session,
+        )
+    )
+    if found is None:
+        raise MemberDead(f"{instance_id} was declared dead")
+    return int(found["beat_at"]), int(found["before"])
+
+
+async def members(run: Run) -> list[Member]:
+    found = await run(lambda talk: talk.members.find(session=talk.session).sort("_id").to_list())
+    return [
+        Member(m["_id"], m["address"], int(m["counter"]), m["alive"], int(m["joined_at"]), m["secret"]) for m in found
+    ]
+
+
+async def mark_dead(write: Run, read: Run, instance_id: str, counter: int) -> bool:
+    is_that, now_dead = {"_id": instance_id, "counter": counter}, {"$set": {"alive": False}}
+    done = await write(lambda talk: talk.members.update_one(is_that, now_dead, session=talk.session))
+    if done.matched_count:
+        return True
+    living = {"_id": instance_id, "alive": True}
+    return await read(lambda talk: talk.members.find_one(living, session=talk.session)) is None
+
+
+async def forget_member(run: Run, instance_id: str) -> None:
+    await run(lambda talk: talk.members.delete_one({"_id": instance_id, "alive": False}, session=talk.session))
+
+
+# --- shards --------------------------------------------------------------------------------------
+
+
+async def ensure_shards(run: Run, count: int) -> None:
+    async def work(talk: Talk) -> None:
+        there = {document["shard_id"] for document in await _shard_documents(talk, {})}
+        missing = [free_shard(shard_id) for shard_id in range(count) if shard_id not in there]
+        if missing:
+            try:
+                await talk.timers.insert_many(missing, ordered=False, session=talk.session)
+            except errors.BulkWriteError as error:
+                codes = {refused["code"] for refused in error.details["writeErrors"]}
+                if codes != {11000} or error.details["writeConcernErrors"]:
+                    raise  # else another instance has made them in this moment
+
+    await run(work)
+
+
+async def shards(run: Run) -> list[ShardRow]:
+    return [shard_in(document) for document in await run(lambda talk: _shard_documents(talk, {}))]
+
+
+async def _shard_documents(talk: Talk, condition: Document) -> list[Document]:
+    """By id."""
+    cursor = talk.timers.find({"row_type": SHARD, **condition}, session=talk.session, hint="in_order")
+    return await cursor.sort([("row_type", 1), ("shard_id", 1)]).to_list()
+
+
+async def claim(write: Run, read: Run, claims: Sequence[Claim], session_ids: Sequence[Any]) -> list[ShardRow]:
+    """Each claim changes its shard's document or does not; then all of them are read, as they stand."""
+    if not claims:
+        return []
+    wanted = {"_id": {"$in": [shard_key(claim.shard_id) for claim in claims]}}
+    before = {document["shard_id"]: document for document in await read(lambda talk: _shard_documents(talk, wanted))}
+    await write(lambda talk: _take(talk, claims, before, session_ids))
+    try:
+        rows = await read(lambda talk: _shard_documents(talk, wanted))
+    except StoreUnavailable as error:  # by now something may be applied
+        raise OutcomeUnknown(error.detail) from error
+    after = {document["shard_id"]: document for document in rows}
+    return [
+        shard_in(after[claim.shard_id]) if claim.shard_id in after else ShardRow(claim.shard_id) for claim in claims
+    ]
+
+
+async def _take(talk: Talk, claims: Sequence[Claim], before: dict[int, Document], session_ids: Sequence[Any]) -> None:
+    ending = {
+        session_id
+        for claim in claims
+        if (shard := before.get(claim.shard_id)) and shard["shard_version"] == claim.expected_version
+        for session_id in shard["shard_sessions"]
+    }
+    if ending:
+        await end_sessions(talk, ending)
+    await talk.timers.bulk_write([claim_update(claim, session_ids) for claim in claims], session=talk.session)
+
+
+def claim_update(claim: Claim, session_ids: Sequence[Any]) -> UpdateOne:
+    owned = {
+        "shard_version": claim.expected_version + 1,
+        "shard_nonce": claim.nonce,
+        "shard_owner_id": claim.owner_id,
+        "shard_owner_address": claim.owner_address,
+        "shard_claimed_at": DatetimeMS(claim.now_ms),
+        "shard_sessions": list(session_ids),
+    }
+    is_free = {"_id": shard_key(claim.shard_id), "shard_version": claim.expected_version}
+    return UpdateOne(is_free, {"$set": owned})
+
+
+async def end_sessions(talk: Talk, session_ids: Iterable[Any]) -> None:
+    """A user may end its own. Where that is forbidden even so, a claim may have to wait for up to a minute."""
+    try:
+        await talk.db.client.admin.command("killSessions", [{"id": session_id} for session_id in session_ids])
+    except errors.OperationFailure as error:
+        log.warning(
+            "transactions of a former owner cannot be ended, so that claims may wait for them: %s", in_words(error)
+        )
+
+
+async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
+    results: list[ShardLost | None] = [None] * len(fences)
+    run = in_steps(run)
+    for turn in turns([fence.shard_id for fence in fences]):
+        held = await run(partial(_release, fences=[fences[index] for index in turn]))
+        for index in turn:
+            if fences[index].shard_id not in held:
+                results[index] = lost(fences[index])
+    return results
+
+
+async def _release(talk: Talk, fences: Sequence[Fence]) -> set[int]:
+    held = await hold(talk, fences)
+    free: Document = {
+        "shard_nonce": 0,
+        "shard_owner_id": None,
+        "shard_owner_address": None,
+        "shard_claimed_at": DatetimeMS(0),
+        "shard_sessions": [],
+    }
+    if held:
+        are_those = {"_id": {"$in": [shard_key(shard_id) for shard_id in held]}}
+        await talk.tell({"update": "timers", "updates": [{"q": are_those, "u": {"$set": free}, "multi": True}]})
+    return held
+
+
+# --- fences --------------------------------------------------------------------------------------
+
+
+def fence_update(fence: Fence, low_water: Position | None = None) -> Document:
+    holds = {
+        "_id": shard_key(fence.shard_id),
+        "shard_version": fence.version,
+        "shard_nonce": fence.nonce,
+        "shard_owner_id": {"$ne": None},
+    }
+    change: Document = {"$inc": {"shard_commits": 1}}
+    if low_water is not None:
+        change["$set"] = {"shard_low_water": low_water_document(low_water)}
+    return {"q": holds, "u": change}
+
+
+async def hold(talk: Talk, fences: Sequence[Fence], low_waters: Sequence[Position | None] = ()) -> set[int]:
+    """The first step of a transaction. Of which shards do the fences hold? Those are held until its end."""
+    waters = low_waters or [None] * len(fences)
+    said = await talk.tell({"update": "timers", "updates": list(map(fence_update, fences, waters))})
+    if said["n"] == len(fences):
+        return {fence.shard_id for fence in fences}
+    # The answer is a sum; which of them held is to be seen, in the same snapshot.
+    rows = {document["shard_id"]: shard_in(document) for document in await _shards_of(talk, fences)}
+    return {
+        fence.shard_id
+        for fence in fences
+        if (row := rows.get(fence.shard_id)) and row.owner_id is not None and row.fence == fence
+    }
+
+
+async def _shards_of(talk: Talk, fences: Sequence[Fence]) -> list[Document]:
+    return await _shard_documents(talk, {"_id": {"$in": [shard_key(fence.shard_id) for fence in fences]}})
+
+
+# --- timers --------------------------------------------------------------------------------------
+
+
+async def commit(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
+    run = in_steps(run)
+    for turn in turns([batch.fence.shard_id for batch in batches]):
+        some = [batches[index] for index in turn]
+        for index, result in zip(turn, await _commit_turn(run, some), strict=True):
+            results[index] = result
+    return results
+
+
+class _FenceFailed(Exception):
+    """Undo it: more was written than fences held."""
+
+
+async def _commit_turn(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    if _are_few(batches):
+        try:
+            return await run(lambda talk: commit_few(talk, batches))
+        except _FenceFailed:
+            pass
+    return await run(lambda talk: commit_many(talk, batches))
+
+
+def _are_few(batches: Sequence[Batch]) -> bool:
+    if sum(len(batch.puts) + len(batch.reached) for batch in batches) > FEW:
+        return False
+    timers = [timer for batch in batches for timer in (*batch.puts, *(r.timer for r in batch.reached))]
+    return sum(_bytes_of(timer.payload or "") for timer in timers) < COMMAND_BYTES_MAX - FEW * 64 * 1024
+
+
+async def commit_few(talk: Talk, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    """Fences, puts and reached in one command: whatever it does not find it inserts, and says so."""
+    puts, reached = _documents(batches)
+    updates = [fence_update(batch.fence, batch.low_water) for batch in batches]
+    updates += [{"q": {"_id": put["_id"]}, "u": put, "upsert": True} for put in puts]
+    updates += [{"q": {"_id": row["_id"]}, "u": {"$setOnInsert": row}, "upsert": True} for row in reached]
+    said = await talk.tell({"update": "timers", "updates": updates})
+    if said["n"] < len(updates):
+        raise _FenceFailed
+    await _delete(talk, batches)
+    inserted = {entry["index"] - len(batches) for entry in said.get("upserted", ())}
+    return committed(batches, [number for number in range(len(puts)) if number not in inserted])
+
+
+async def commit_many(talk: Talk, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    """Looks which are there, inserts the others: an insert that also looks takes twice as long."""
+    held = await hold(talk, [batch.fence for batch in batches], [batch.low_water for batch in batches])
+    good = [batch for batch in batches if batch.fence.shard_id in held]
+    puts, reached = _documents(good)
+    there = await _stored(talk, [document["_id"] for document in (*puts, *reached)])
+    new = {document["_id"]: document for document in (*puts, *reached) if document["_id"] not in there}
+    for part in _parts(list(new.values())):  # by their ids, because the same reached timer may be named twice
+        await talk.tell({"insert": "timers", "documents": part})
+    for part in _parts([put for put in puts if put["_id"] in there]):
+        await talk.tell({"update": "timers", "updates": [{"q": {"_id": put["_id"]}, "u": put} for put in part]})
+    await _delete(talk, good)
+    replaced = [number for number, put in enumerate(puts) if put["_id"] in there]
+    done = dict(zip((batch.fence.shard_id for batch in good), committed(good, replaced), strict=True))
+    return [done.get(batch.fence.shard_id) or lost(batch.fence) for batch in batches]
+
+
+def _documents(batches: Sequence[Batch]) -> tuple[list[Document], list[Document]]:
+    return (
+        [timer_document(batch.fence.shard_id, timer) for batch in batches for timer in batch.puts],
+        [reached_document(batch.fence.shard_id, ended) for batch in batches for ended in batch.reached],
+    )
+
+
+async def _stored(talk: Talk, ids: Sequence[str]) -> set[str]:
+    if not ids:
+        return set()
+    find = {"find": "timers", "filter": {"_id": {"$in": ids}}, "projection": {"_id": 1}}
+    said = await talk.tell(find | {"batchSize": len(ids) + 1, "singleBatch": True})
+    return {document["_id"] for document in said["cursor"]["firstBatch"]}
+
+
+async def _delete(talk: Talk, batches: Sequence[Batch]) -> None:
+    keys = [timer_key(batch.fence.shard_id, key) for batch in batches for key in batch.deletes]
+    await _delete_ids(talk, keys)
+
+
+async def _delete_ids(talk: Talk, ids: Sequence[str]) -> None:
+    if ids:
+        await talk.tell({"delete": "timers", "deletes": [{"q": {"_id": {"$in": ids}}, "limit": 0}]})
+
+
+def _parts(documents: Sequence[Document]) -> Iterator[list[Document]]:
+    """As many at a time as fit into a command."""
+    part: list[Document] = []
+    size = 0
+    for document in documents:
+        more = DOCUMENT_BYTES + sum(_bytes_of(value) for value in document.values() if isinstance(value, str))
+        if part and size + more > COMMAND_BYTES_MAX:
+            yield part
+            part, size = [], 0
+        part.append(document)
+        size += more
+    if part:
+        yield part
+
+
+def _bytes_of(text: str) -> int:
+    """At most."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
+async def load(run: Run, stretches: Sequence[Stretch]) -> list[Page]:
+    """A command for each: of one shard and one range, read by the bounds of its index."""
+    bytes_max = LOAD_BYTES_MAX // max(1, len(stretches))
+    return await gathered([run(partial(_load, stretch=stretch, bytes_max=bytes_max)) for stretch in stretches])
+
+
+async def _load(talk: Talk, stretch: Stretch, bytes_max: int) -> Page:
+    found = bounds(IN_ORDER, (TIMER, stretch.shard_id), stretch.after, stretch.until_ms)
+    if found is None:
+        return Page((), None)
+    documents: list[Document] = []
+    weight = 0
+    async with between(talk.timers.find(session=talk.session), "in_order", found, stretch.limit + 1) as cursor:
+        async for document in cursor:
+            if len(documents) == stretch.limit or weight > bytes_max:
+                return page_of(documents, READING.place(documents[-1]), READING)
+            documents.append(document)
+            payload = document.get("timer_payload")
+            weight += len(payload) if isinstance(payload, str) else 0
+    return page_of(documents, None, READING)
+
+
+def between(cursor: Cursor, index: str, found: tuple[Document, Document], count: int) -> Cursor:
+    """The first `count` documents of an index between two bounds, in its order; all at once, if they fit."""
+    cursor = cursor.hint(index).min(list(found[0].items())).max(list(found[1].items()))
+    return cursor.limit(count).batch_size(count)
+
+
+async def gathered(work: Sequence[Awaitable[T]]) -> list[T]:
+    """All of them, some at a time as the line allows; if one fails, the others are not left behind."""
+    answers = await asyncio.gather(*work, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers  # type: ignore[return-value]
+
+
+async def get_many(run: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
+    """Timers and the newest of their ends in one question, of one moment: between two a timer could end."""
+    if not keys:
+        return []
+    wanted = [timer_key(shard_id, key) for shard_id, key in keys]
+    found = await found_by_key(list(dict.fromkeys(wanted)), partial(_found, run), READING)
+    return [found[key] for key in wanted]
+
+
+async def _found(run: Run, keys: Sequence[str], ends_max: int) -> Ends[str]:
+    pipeline: list[Document] = [{"$match": {"_id": {"$in": keys}}}]
+    if ends_max == 1:
+        newest = [
+            {"$match": {"timer_key": {"$in": keys}}},
+            {"$sort": NEWEST},
+            {"$group": {"_id": "$timer_key", "newest": {"$first": "$$ROOT"}}},
+            {"$replaceWith": "$newest"},
+        ]
+        pipeline.append({"$unionWith": {"coll": "timers", "pipeline": newest}})
+    else:
+        for key in keys:
+            some = [{"$match": {"timer_key": key}}, {"$sort": NEWEST}, {"$limit": ends_max}]
+            pipeline.append({"$unionWith": {"coll": "timers", "pipeline": some}})
+
+    async def work(talk: Talk) -> list[Document]:
+        cursor = await talk.at_one_moment.aggregate(pipeline, session=talk.session)
+        return await cursor.to_list()
+
+    timers: dict[str, Document] = {}
+    ends: dict[str, list[Document]] = {}
+    for document in await run(work):
+        if "timer_key" in document:
+            ends.setdefault(document["timer_key"], []).append(document)
+        else:
+            timers[document["_id"]] = document
+    return timers, ends
+
+
+async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+    results: list[int | ShardLost] = [0] * len(fences)
+    run = in_steps(run)
+    for turn in turns([fence.shard_id for fence in fences]):
+        some = [fences[index] for index in turn]
+        removed = await run(partial(_purge, fences=some, before_ms=before_ms, limit=limit))
+        for index in turn:
+            count = removed.get(fences[index].shard_id)
+            results[index] = lost(fences[index]) if count is None else count
+    return results
+
+
+async def _purge(talk: Talk, fences: Sequence[Fence], before_ms: int, limit: int) -> dict[int, int]:
+    held = await hold(talk, fences)
+    removed: dict[int, int] = {}
+    ids: list[str] = []
+    for shard_id in sorted(held):
+        expired = await _expired(talk, shard_id, before_ms, limit)
+        removed[shard_id] = len(expired)
+        ids += expired
+    await _delete_ids(talk, ids)
+    return removed
+
+
+async def _expired(talk: Talk, shard_id: int, before_ms: int, limit: int) -> list[str]:
+    found = bounds(IN_ORDER, (REACHED, shard_id), Position(FIRST_MS, 0, 0), before_ms - 1)
+    if found is None:
+        return []
+    find = {"find": "timers", "projection": {"_id": 1}, "hint": "in_order", "min": found[0], "max": found[1]}
+    said = await talk.tell(find | {"limit": limit, "batchSize": limit, "singleBatch": True})
+    return [document["_id"] for document in said["cursor"]["firstBatch"]]
+
+
+# --- namespaces ----------------------------------------------------------------------------------
+
+
+async def namespaces(run: Run) -> list[Namespace]:
+    found = await run(lambda talk: talk.namespaces.find(session=talk.session).to_list())
+    return namespaces_of((document["_id"], document.get("body")) for document in found)
+
+
+async def put_namespace(run: Run, namespace: Namespace, expected_revision: int | None) -> bool:
+    body = {"num_shards": namespace.num_shards, "revision": namespace.revision, "body": as_json(namespace)}
+
+    async def work(talk: Talk) -> bool:
+        if expected_revision is not None:
+            is_that = {"_id": namespace.name, "revision": expected_revision}
+            return bool((await talk.namespaces.replace_one(is_that, body, session=talk.session)).matched_count)
+        try:
+            await talk.namespaces.insert_one({"_id": namespace.name, **body}, session=talk.session)
+        except errors.DuplicateKeyError:
+            return False
+        return True
+
+    return await run(work)

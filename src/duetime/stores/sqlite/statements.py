@@ -1,0 +1,534 @@
+"""What SqliteStore says to its database: every statement, and the functions that run them on a connection.
+
+SQLite frees Python's global lock for every step of a statement and has to win it back, which takes
+milliseconds while the event loop is busy. So nothing that is hot goes row by row: keys travel in as one
+JSON text, rows go in as multi-row VALUES, and answers come out as one JSON text. A commit is about five
+steps whatever its size; benchmarks/store_commit.py has the figures.
+
+Writing functions are called inside a transaction that holds the write lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeVar, cast
+
+import apsw
+import msgspec
+from msgspec import Struct
+
+from duetime.domain.timer import ROW_FORMAT, Namespace, Position, TimerKey
+from duetime.errors import MemberDead, ShardLost
+from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, ShardRow, Stretch
+from duetime.stores.fencing import NOTHING_REPLACED, committed, lost, turns
+from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Collected, matching
+from duetime.stores.rows import (
+    ENDS_MAX,
+    KEY_COLUMNS,
+    LARGEST,
+    PLAIN,
+    REACHED_COLUMNS,
+    TIMER_COLUMNS,
+    Reading,
+    as_json,
+    found_of,
+    namespaces_of,
+    page_of,
+    place_of,
+    reached_of,
+    reached_values,
+    timer_of,
+    timer_values,
+)
+
+T = TypeVar("T")
+
+CHUNK_ROWS_MAX = 128  # apsw caches no statement of more than 16 KiB of text
+
+# --- SQL -----------------------------------------------------------------------------------------
+
+_KEY = ", ".join(KEY_COLUMNS)
+_TIMER = f"json_array({', '.join(TIMER_COLUMNS)})"
+_REACHED = f"json_array({', '.join(REACHED_COLUMNS)})"
+
+_COLUMNS = {2: ", ".join(("shard_id", *TIMER_COLUMNS)), 3: ", ".join(("shard_id", *REACHED_COLUMNS))}
+
+
+def _insert(row_type: int, rows: int) -> str:
+    """OR ROLLBACK, because without it SQLite keeps a journal for undoing part of a multi-row statement."""
+    columns = _COLUMNS[row_type]
+    row = f"({row_type}, {ROW_FORMAT}{', ?' * (columns.count(',') + 1)})"
+    # The timers that puts replace are gone by now; a reached row that is there already stays as it is.
+    conflict = " ON CONFLICT DO NOTHING" if row_type == 3 else ""
+    values = ",".join([row] * rows)
+    return f"INSERT OR ROLLBACK INTO timers (row_type, row_format, {columns}) VALUES {values}{conflict}"  # noqa: S608
+
+
+# One text for every number of rows up to the most, so that a commit of any size is one or two steps, and all
+# of them stay prepared.
+INSERTS = {row_type: [_insert(row_type, rows) for rows in range(CHUNK_ROWS_MAX + 1)] for row_type in (2, 3)}
+
+# The fences of the shards ?1, and which of the keys ?2 are stored: all a commit has to know, in one step.
+_CHECK = """
+SELECT
+  (SELECT json_group_array(json_array(shard_id, shard_version, shard_nonce)) FROM timers
+   WHERE row_type = 1 AND shard_owner_id IS NOT NULL AND shard_id IN (SELECT value FROM json_each(?1))),
+  (SELECT json_group_array(k.key) FROM json_each(?2) AS k CROSS JOIN timers AS t
+   WHERE t.row_type = 2 AND t.shard_id = k.value ->> 0
+   AND t.timer_namespace = k.value ->> 1 AND t.timer_id = k.value ->> 2)
+"""
+_DELETE = """
+DELETE FROM timers WHERE row_type = 2
+AND (shard_id, timer_namespace, timer_id) IN (SELECT value ->> 0, value ->> 1, value ->> 2 FROM json_each(?))
+"""
+_LOW_WATER = "UPDATE timers SET shard_low_water = ? WHERE shard_id = ? AND row_type = 1"
+_CLAIM = """
+UPDATE timers SET shard_version = shard_version + 1, shard_nonce = c.value ->> 2,
+  shard_owner_id = c.value ->> 3, shard_owner_address = c.value ->> 4, shard_claimed_at = c.value ->> 5
+FROM json_each(?) AS c
+WHERE timers.row_type = 1 AND timers.shard_id = c.value ->> 0 AND timers.shard_version = c.value ->> 1
+"""
+_RELEASE = """
+UPDATE timers SET shard_nonce = 0, shard_owner_id = NULL, shard_owner_address = NULL, shard_claimed_at = 0
+WHERE row_type = 1 AND shard_id IN (SELECT value FROM json_each(?))
+"""
+_ENSURE_SHARDS = f"""
+WITH RECURSIVE ids(id) AS (SELECT 0 WHERE ?1 > 0 UNION ALL SELECT id + 1 FROM ids WHERE id + 1 < ?1)
+INSERT OR ROLLBACK INTO timers (shard_id, row_type, row_format, {_KEY}, shard_version, shard_nonce, shard_claimed_at)
+SELECT id, 1, {ROW_FORMAT}, -1, 0, 0, 0, 0, 0 FROM ids WHERE true ON CONFLICT DO NOTHING
+"""  # noqa: S608
+_SHARDS = """
+SELECT json_group_array(json_array(shard_id, shard_version, shard_nonce, shard_owner_id, shard_owner_address,
+  shard_claimed_at, json(coalesce(shard_low_water, '[-1,0,0]')))) FROM timers INDEXED BY shard_rows WHERE row_type = 1
+"""
+_SOME_SHARDS = f"{_SHARDS} AND shard_id IN (SELECT value FROM json_each(?))"  # noqa: S608
+_PURGE = f"""
+DELETE FROM timers WHERE shard_id = ?1 AND row_type = 3 AND ({_KEY}) IN (
+  SELECT {_KEY} FROM timers WHERE shard_id = ?1 AND row_type = 3 AND timer_execute_at < ?2 ORDER BY {_KEY} LIMIT ?3)
+"""  # noqa: S608
+
+_LOAD = f"""
+SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
+  SELECT {_TIMER} AS row FROM timers
+  WHERE shard_id = ? AND row_type = 2 AND ({_KEY}) > (?, ?, ?) AND timer_execute_at <= ?
+  ORDER BY {_KEY} LIMIT ?)
+"""  # noqa: S608
+# Both halves in one statement, so that they are of one moment.
+_GET = f"""
+SELECT
+  (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {_TIMER} || ']', ','), '') || ']'
+   FROM json_each(?1) AS k CROSS JOIN timers AS t
+   WHERE t.row_type = 2 AND t.shard_id = k.value ->> 0
+   AND t.timer_namespace = k.value ->> 1 AND t.timer_id = k.value ->> 2) AS timers,
+  (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {_REACHED} || ']', ','), '') || ']'
+   FROM json_each(?1) AS k CROSS JOIN timers AS t
+   WHERE t.row_type = 3 AND t.shard_id = k.value ->> 0 AND ({_KEY}) = (
+     SELECT {_KEY} FROM timers AS newest WHERE newest.row_type = 3 AND newest.shard_id = k.value ->> 0
+     AND newest.timer_namespace = k.value ->> 1 AND newest.timer_id = k.value ->> 2
+     ORDER BY timer_generation DESC, timer_reached_at DESC,
+       timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT 1)) AS ended
+"""  # noqa: S608
+# For a key whose newest reached row cannot be decoded.
+_GET_ENDS = f"""
+SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
+  SELECT {_REACHED} AS row FROM timers WHERE row_type = 3 AND shard_id = ? AND timer_namespace = ? AND timer_id = ?
+  ORDER BY timer_generation DESC, timer_reached_at DESC,
+    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT {ENDS_MAX})
+"""  # noqa: S608
+
+
+def _list_sql(row_type: int, row: str, due: str, where: str) -> str:
+    """A stretch of one scan: rows that match in full, of the others the position only."""
+    return f"""
+SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
+  SELECT CASE WHEN timer_namespace = :namespace
+    AND (:id_prefix IS NULL OR substr(timer_id, 1, length(:id_prefix)) = :id_prefix)
+    AND (:correlation_id IS NULL OR timer_correlation_id = :correlation_id)
+    AND (:due_from IS NULL OR {due} >= :due_from) AND (:due_until IS NULL OR {due} < :due_until)
+    AND (:tag IS NULL OR EXISTS (
+      SELECT 1 FROM json_each(CASE WHEN json_valid(timer_options) THEN timer_options END, '$.t') WHERE value = :tag))
+    AND (:endings IS NULL OR timer_outcome IN (SELECT value FROM json_each(:endings)))
+  THEN {row} ELSE json_array({_KEY}) END AS row
+  FROM timers WHERE {where} AND row_type = {row_type} AND ({_KEY}) > (:a, :b, :c) AND timer_execute_at <= :until
+  ORDER BY {_KEY} LIMIT :page)
+"""  # noqa: S608
+
+
+_BY_SHARD = "shard_id = :shard_id"
+_BY_CORRELATION = "timer_correlation_id = :correlation_id AND timer_namespace = :namespace AND shard_id < :num_shards"
+_LIST = {
+    (reached, where): _list_sql(3, _REACHED, "timer_scheduled_at", where)
+    if reached
+    else _list_sql(2, _TIMER, "timer_execute_at", where)
+    for reached in (False, True)
+    for where in (_BY_SHARD, _BY_CORRELATION)
+}
+
+# --- rows ----------------------------------------------------------------------------------------
+
+_decode_rows = msgspec.json.Decoder(list[list[Any]]).decode
+_decode_indexes = msgspec.json.Decoder(list[int]).decode
+_decode_fences = msgspec.json.Decoder(list[tuple[int, int, int]]).decode
+
+
+class _ShardJson(Struct, array_like=True):
+    shard_id: int
+    version: int
+    nonce: int
+    owner_id: str | None
+    owner_address: str | None
+    claimed_at_ms: int
+    low_water: Position
+
+
+_decode_shards = msgspec.json.Decoder(list[_ShardJson]).decode
+
+
+def _text(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]) -> str:
+    """The answer of a statement that gives one text: in one step, where `.get` would look for a second row."""
+    [text] = cast(tuple[str], db.execute(sql, bindings).fetchone())
+    return text
+
+
+# SQLite does not check that a text is UTF-8, and one that is not makes the whole answer undecodable. Then the answer is
+# fetched as bytes, and texts that are not UTF-8 are decoded with surrogates, which no valid text contains.
+
+
+def _rows(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]) -> tuple[list[list[Any]], Reading]:
+    """The rows of an answer, and how they are to be read."""
+    try:
+        return _decode_rows(_text(db, sql, bindings)), PLAIN
+    except UnicodeDecodeError:
+        [answer] = cast(tuple[bytes], db.execute(f"SELECT CAST(answer AS BLOB) FROM ({sql})", bindings).fetchone())  # noqa: S608
+        return _decode_marked(answer), _MARKED
+
+
+def _decode_marked(answer: bytes) -> list[Any]:
+    return list(json.loads(answer.decode(errors="surrogateescape")))
+
+
+def _unmarked(row: list[Any]) -> list[Any]:
+    for value in row:
+        if isinstance(value, str):
+            value.encode()
+    return row
+
+
+def _name(row: list[Any]) -> tuple[Any, Any]:
+    return tuple(None if not isinstance(text, str) or _is_marked(text) else text for text in row[3:5])  # type: ignore[return-value]
+
+
+def _is_marked(text: str) -> bool:
+    return text.encode(errors="ignore") != text.encode(errors="surrogatepass")
+
+
+_MARKED: Final = Reading(
+    timer=lambda row: timer_of(_unmarked(row)), reached=lambda row: reached_of(_unmarked(row)), name=_name
+)
+
+
+# --- members -------------------------------------------------------------------------------------
+
+
+def join(db: apsw.Connection, member: Member) -> None:
+    """Joining twice is joining once; but the dead stay dead."""
+    db.execute(
+        "INSERT INTO members (instance_id, address, counter, alive, joined_at, secret) VALUES (?, ?, ?, ?, ?, ?)"
+        " ON CONFLICT DO NOTHING",
+        (member.instance_id, member.address, member.counter, int(member.alive), member.joined_at_ms, member.secret),
+    )
+    if not db.execute("SELECT alive FROM members WHERE instance_id = ?", (member.instance_id,)).get:
+        raise MemberDead(f"{member.instance_id} was declared dead")
+
+
+def heartbeat(db: apsw.Connection, instance_id: str, counter: int) -> None:
+    db.execute("UPDATE members SET counter = max(counter, ?) WHERE instance_id = ? AND alive", (counter, instance_id))
+    if db.changes() == 0:
+        raise MemberDead(f"{instance_id} was declared dead")
+
+
+def members(db: apsw.Connection) -> list[Member]:
+    rows: list[Any] = db.execute(
+        "SELECT instance_id, address, counter, alive, joined_at, secret FROM members ORDER BY instance_id"
+    ).fetchall()
+    return [Member(row[0], row[1], row[2], bool(row[3]), row[4], row[5]) for row in rows]
+
+
+def mark_dead(db: apsw.Connection, instance_id: str, counter: int) -> bool:
+    db.execute("UPDATE members SET alive = 0 WHERE instance_id = ? AND counter = ?", (instance_id, counter))
+    return not db.execute("SELECT alive FROM members WHERE instance_id = ?", (instance_id,)).get
+
+
+def forget_member(db: apsw.Connection, instance_id: str) -> None:
+    db.execute("DELETE FROM members WHERE instance_id = ? AND NOT alive", (instance_id,))
+
+
+# --- shards --------------------------------------------------------------------------------------
+
+
+def ensure_shards(db: apsw.Connection, count: int) -> None:
+    db.execute(_ENSURE_SHARDS, (count,))
+
+
+def shards(db: apsw.Connection) -> list[ShardRow]:
+    return sorted(_shard_rows(_text(db, _SHARDS, ())), key=lambda row: row.shard_id)
+
+
+def _shard_rows(text: str) -> list[ShardRow]:
+    return [ShardRow(*msgspec.structs.astuple(row)) for row in _decode_shards(text)]
+
+
+def claim(db: apsw.Connection, claims: Sequence[Claim]) -> list[ShardRow]:
+    for turn in turns([claim.shard_id for claim in claims]):
+        wishes = [claims[index] for index in turn]
+        db.execute(
+            _CLAIM,
+            (
+                as_json(
+                    [(c.shard_id, c.expected_version, c.nonce, c.owner_id, c.owner_address, c.now_ms) for c in wishes]
+                ),
+            ),
+        )
+    text = _text(db, _SOME_SHARDS, (as_json([claim.shard_id for claim in claims]),))
+    rows = {row.shard_id: row for row in _shard_rows(text)}
+    return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
+
+
+def release(db: apsw.Connection, fences: Sequence[Fence]) -> list[ShardLost | None]:
+    results: list[ShardLost | None] = [None] * len(fences)
+    for turn in turns([fence.shard_id for fence in fences]):
+        held, _ = _check(db, [fences[index] for index in turn], [])
+        db.execute(_RELEASE, (as_json([fences[index].shard_id for index in turn if fences[index] in held]),))
+        for index in turn:
+            if fences[index] not in held:
+                results[index] = lost(fences[index])
+    return results
+
+
+def _check(db: apsw.Connection, fences: Sequence[Fence], keys: Sequence[_Key]) -> tuple[set[Fence], list[int]]:
+    """Those of the fences that hold, and the indexes of those keys under which a timer is stored."""
+    shard_ids = [fence.shard_id for fence in fences]
+    found, stored = db.execute(_CHECK, (as_json(shard_ids), as_json(keys))).fetchone()  # type: ignore[misc]
+    current = {Fence(*fence) for fence in _decode_fences(found)}
+    return current.intersection(fences), _decode_indexes(stored)
+
+
+# --- timers --------------------------------------------------------------------------------------
+
+_Key = tuple[int, str, str]
+
+
+def commit(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
+    for turn in turns([batch.fence.shard_id for batch in batches]):
+        for index, result in zip(turn, _commit_turn(db, [batches[index] for index in turn]), strict=True):
+            results[index] = result
+    return results
+
+
+def _commit_turn(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    """All batches together: check, remove what is deleted or replaced, insert. No two name the same shard."""
+    puts = [(batch.fence.shard_id, timer) for batch in batches for timer in batch.puts]
+    keys = [(shard_id, timer.namespace, timer.timer_id) for shard_id, timer in puts]
+    held, stored = _check(db, [batch.fence for batch in batches], keys)
+    if len(held) < len(batches):
+        return _commit_held(db, batches, held)
+    gone = [(batch.fence.shard_id, *key) for batch in batches for key in batch.deletes]
+    gone += [keys[index] for index in stored]
+    if gone:
+        db.execute(_DELETE, (as_json(gone),))
+    insert_rows(db, 2, [(shard_id, *timer_values(timer)) for shard_id, timer in puts])
+    insert_rows(db, 3, [(b.fence.shard_id, *reached_values(reached)) for b in batches for reached in b.reached])
+    for batch in batches:
+        if batch.low_water is not None:
+            db.execute(_LOW_WATER, (as_json(batch.low_water), batch.fence.shard_id))
+    return committed(batches, stored)
+
+
+def _commit_held(db: apsw.Connection, batches: Sequence[Batch], held: set[Fence]) -> list[Committed | ShardLost]:
+    """Some fences failed: the others are committed as if those batches had not been there."""
+    good = [batch for batch in batches if batch.fence in held]
+    done = iter(_commit_turn(db, good) if good else ())
+    return [next(done) if batch.fence in held else lost(batch.fence) for batch in batches]
+
+
+def insert_rows(db: apsw.Connection, row_type: int, rows: list[tuple[Any, ...]]) -> None:
+    first, texts = 0, INSERTS[row_type]
+    while first < len(rows):
+        count = min(CHUNK_ROWS_MAX, len(rows) - first)
+        db.execute(texts[count], [value for row in rows[first : first + count] for value in row])
+        first += count
+
+
+def load(db: apsw.Connection, stretches: Sequence[Stretch]) -> list[Page]:
+    return [_load(db, stretch.shard_id, stretch.after, stretch.until_ms, stretch.limit) for stretch in stretches]
+
+
+def _load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
+    (rows, reading), limit = _shorter_if_too_big(
+        lambda count: _rows(db, _LOAD, (shard_id, *after, until_ms, count + 1)), limit
+    )
+    if len(rows) <= limit:
+        return page_of(rows, None, reading)
+    del rows[limit:]
+    return page_of(rows, place_of(rows[-1]), reading)
+
+
+def _shorter_if_too_big(fetch: Callable[[int], T], count: int) -> tuple[T, int]:
+    """The answer, and for what count it was given."""
+    while True:
+        try:
+            return fetch(count), count
+        except apsw.TooBigError:
+            if count == 1:
+                raise
+            count //= 2
+
+
+def get_many(db: apsw.Connection, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
+    try:
+        text = as_json([(shard_id, *key) for shard_id, key in keys])
+        found, ended = _found_rows(db, text)
+    except apsw.TooBigError:
+        if len(keys) == 1:
+            raise
+        half = len(keys) // 2
+        return get_many(db, keys[:half]) + get_many(db, keys[half:])
+    return [_found(db, key, found.get(index), ended.get(index)) for index, key in enumerate(keys)]
+
+
+_IndexedRows = dict[int, list[Any]]
+
+
+def _found_rows(db: apsw.Connection, keys_json: str) -> tuple[_IndexedRows, _IndexedRows]:
+    """Of timers and of their newest ends, by the indexes of their keys."""
+    answers: Any
+    try:
+        answers = db.execute(_GET, (keys_json,)).fetchone()
+        timers, ended = map(_decode_rows, answers)
+    except UnicodeDecodeError:
+        as_blobs = f"SELECT CAST(timers AS BLOB), CAST(ended AS BLOB) FROM ({_GET})"  # noqa: S608
+        answers = db.execute(as_blobs, (keys_json,)).fetchone()
+        timers, ended = map(_decode_marked, answers)
+    return dict(timers), dict(ended)
+
+
+def _found(db: apsw.Connection, key: tuple[int, TimerKey], timer: list[Any] | None, end: list[Any] | None) -> Found:
+    found = found_of(timer, () if end is None else (end,), _MARKED)
+    if end is None or found.reached is not None:
+        return found
+    ends, _ = _rows(db, _GET_ENDS, (key[0], *key[1]))
+    return found_of(timer, ends, _MARKED)
+
+
+def purge_reached(db: apsw.Connection, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+    held, _ = _check(db, fences, [])
+    return [_purge(db, fence, before_ms, limit) if fence in held else lost(fence) for fence in fences]
+
+
+def _purge(db: apsw.Connection, fence: Fence, before_ms: int, limit: int) -> int:
+    db.execute(_PURGE, (fence.shard_id, before_ms, limit))
+    return db.changes()
+
+
+# --- list ----------------------------------------------------------------------------------------
+
+
+class _BudgetSpent(Exception):
+    pass
+
+
+def list_timers(db: apsw.Connection, query: ListQuery) -> Listing:
+    """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
+    scan = _Scan(db, query)
+    found = Collected(query)
+    seen: Position | None = None
+    try:
+        for row in heapq.merge(*scan.streams(), key=place_of):
+            if len(found.items) == query.limit:
+                break
+            seen = place_of(row)
+            if len(row) > 3:
+                found.add(matching(query, row, _MARKED))
+        else:
+            seen = None
+    except _BudgetSpent:
+        pass
+    return found.listing(seen)
+
+
+class _Scan:
+    """The range scans of one list call. They stop with _BudgetSpent; what was merged by then is in order."""
+
+    def __init__(self, db: apsw.Connection, query: ListQuery) -> None:
+        self._db = db
+        self._query = query
+        self._rows_left = LIST_ROWS_MAX
+        by_due = not query.endings  # then the due range bounds the scan itself
+        after = query.after
+        if by_due and query.due_from_ms is not None:
+            after = max(after, Position(query.due_from_ms - 1, LARGEST, LARGEST))
+        self._after = after
+        self._bindings: dict[str, Any] = {
+            "namespace": query.namespace,
+            "num_shards": query.num_shards,
+            "id_prefix": query.id_prefix,
+            "correlation_id": query.correlation_id,
+            "tag": query.tag,
+            "due_from": query.due_from_ms,
+            "due_until": query.due_until_ms,
+            "endings": as_json(sorted(query.endings)) if query.endings else None,
+            "until": query.due_until_ms - 1 if by_due and query.due_until_ms is not None else LARGEST,
+        }
+
+    def streams(self) -> list[Iterator[list[Any]]]:
+        if self._query.correlation_id is not None:
+            return [self._stream(0, _BY_CORRELATION, self._query.limit + 1)]
+        # Matches come evenly from all shards; a page that turns out too short is followed by a longer one.
+        first_page = 2 + self._query.limit * 2 // self._query.num_shards
+        return [self._stream(shard_id, _BY_SHARD, first_page) for shard_id in range(self._query.num_shards)]
+
+    def _stream(self, shard_id: int, where: str, page: int) -> Iterator[list[Any]]:
+        sql = _LIST[bool(self._query.endings), where]
+        after, first = self._after, True
+        while True:
+            # The first page of every shard is free of the budget: without it nothing can be merged.
+            if self._rows_left <= 0 and not first:
+                raise _BudgetSpent
+            rows, page = self._fetch(sql, shard_id, after, min(page, LIST_PAGE_MAX))
+            first = False
+            yield from rows
+            if len(rows) < page:
+                return
+            after, page = place_of(rows[-1]), page * 2
+
+    def _fetch(self, sql: str, shard_id: int, after: Position, page: int) -> tuple[list[list[Any]], int]:
+        bindings = self._bindings | {"shard_id": shard_id, "a": after[0], "b": after[1], "c": after[2]}
+        (rows, _), page = _shorter_if_too_big(lambda count: _rows(self._db, sql, bindings | {"page": count}), page)
+        self._rows_left -= len(rows)
+        return rows, page
+
+
+# --- namespaces ----------------------------------------------------------------------------------
+
+
+def namespaces(db: apsw.Connection) -> list[Namespace]:
+    rows: list[Any] = db.execute("SELECT CAST(name AS BLOB), CAST(body AS BLOB) FROM namespaces").fetchall()
+    return namespaces_of((name.decode(errors="replace"), body) for name, body in rows)
+
+
+def put_namespace(db: apsw.Connection, namespace: Namespace, expected_revision: int | None) -> bool:
+    values = (namespace.name, namespace.num_shards, namespace.revision, as_json(namespace))
+    if expected_revision is None:
+        db.execute(
+            "INSERT INTO namespaces (name, num_shards, revision, body) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            values,
+        )
+    else:
+        db.execute(
+            "UPDATE namespaces SET num_shards = ?2, revision = ?3, body = ?4 WHERE name = ?1 AND revision = ?5",
+            (*values, expected_revision),
+        )
+    return db.changes() == 1

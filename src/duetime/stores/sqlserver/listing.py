@@ -1,0 +1,75 @@
+"""Lists of SqlServerStore: some scans are one query. The server leaves out what is heavy; filtering is done here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from duetime.store import Listing, ListQuery
+from duetime.stores.merging import Item, Piece, Scan, matching, merged
+from duetime.stores.rows import TIMER_COLUMNS, bound_ms
+from duetime.stores.sqlserver.connection import Link, Run, ask
+from duetime.stores.sqlserver.rows import READING, as_bytes, at, document, selected
+from duetime.stores.sqlserver.statements import query as query_sql
+from duetime.stores.sqlserver.statements import scan_sql
+
+__all__ = ["list_timers"]
+
+SCANS_AT_ONCE = 64
+_NAMESPACE = TIMER_COLUMNS.index("timer_namespace")
+
+
+def list_sql(row_type: int, *, by_correlation: bool) -> str:
+    """The correlation id may be long, the namespace too: neither is put through JSON_VALUE without a type."""
+    asked = "DECLARE @namespace nvarchar(255) = JSON_VALUE(@doc, '$.namespace');\n"
+    if by_correlation:
+        asked += "DECLARE @correlation_id nvarchar(255) = JSON_VALUE(@doc, '$.correlation_id');\n"
+    columns = selected(row_type, f"t.timer_namespace = {as_bytes('@namespace')}")
+    return query_sql(asked + scan_sql(row_type, columns, by_correlation=by_correlation))
+
+
+LIST = {
+    (row_type, by_correlation): list_sql(row_type, by_correlation=by_correlation)
+    for row_type in (2, 3)
+    for by_correlation in (False, True)
+}
+
+
+async def list_timers(read: Run, query: ListQuery) -> Listing:
+    """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
+
+    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for first in range(0, len(scans), SCANS_AT_ONCE):
+            pieces += await read(partial(_pieces, query, scans[first : first + SCANS_AT_ONCE]))
+        return pieces
+
+    return await merged(query, fetch, in_one_scan=query.correlation_id is not None)
+
+
+def _pieces(query: ListQuery, scans: Sequence[Scan], link: Link) -> list[Piece]:
+    said = {
+        "namespace": query.namespace,
+        "correlation_id": query.correlation_id,
+        "scans": [
+            (
+                number,
+                scan.shard_id,
+                at(bound_ms(scan.after.execute_at_ms)),
+                scan.after.uuid_high,
+                scan.after.uuid_low,
+                at(bound_ms(scan.until_ms)),
+                scan.count,
+            )
+            for number, scan in enumerate(scans)
+        ],
+    }
+    sql = LIST[3 if query.endings else 2, query.correlation_id is not None]
+    [rows] = ask(link, sql, document(said))
+    items: list[list[Item]] = [[] for _ in scans]
+    for row in rows:
+        is_of_it = row[_NAMESPACE] == query.namespace
+        items[row[-1]].append((READING.place(row), matching(query, row, READING) if is_of_it else None))
+    for some in items:
+        some.sort(key=lambda item: item[0])  # as they come, but nothing says so
+    return [Piece(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]

@@ -1,0 +1,446 @@
+"""What SqlServerStore says to its database: every statement, and the functions that ask and read the answers.
+
+A write is one batch, in one message, that begins a transaction and ends it: a client that freezes or is cut off in the
+middle of one holds no lock that anybody would have to wait for. COMMIT is its last word, so that an error is always
+one from before it. It first locks the shard rows (UPDLOCK, and HOLDLOCK to the end of the transaction, row by row) and
+reads them under that lock, which also under READ_COMMITTED_SNAPSHOT means the row as it is now: a claim that is under
+way is waited for. The rest happens only if all fences hold; if one does not, the others are written without it.
+
+Timers that puts replace are deleted by their ids, and then all are inserted: two of a batch may change places, and a
+MERGE has one key to go by, and a history of errors.
+
+Every access is by an index that is named, from the rows of the document to those of the table (LOOP): no plan depends
+on statistics, and no statement locks rows that it has nothing to do with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+from duetime.domain.timer import Namespace, TimerKey
+from duetime.errors import MemberDead, ShardLost
+from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
+from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
+from duetime.stores.rows import (
+    KEY_COLUMNS,
+    TIMER_COLUMNS,
+    Ends,
+    Row,
+    as_json,
+    bound_ms,
+    found_by_key,
+    namespaces_of,
+    page_of,
+)
+from duetime.stores.sqlserver.connection import Link, Run, ask, ask_until
+from duetime.stores.sqlserver.rows import (
+    KEY,
+    READING,
+    SHARD,
+    as_bytes,
+    at,
+    document,
+    given,
+    insert_sql,
+    ms,
+    reached_row,
+    selected,
+    shard_row,
+    timer_row,
+)
+
+LOAD_CHARS_MAX = 32 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
+KEYS_AT_ONCE = 500
+
+_PAYLOAD = TIMER_COLUMNS.index("timer_payload")
+
+# --- SQL -----------------------------------------------------------------------------------------
+
+
+def transaction(sql: str) -> str:
+    """A batch that is one. Were one open already, this one's COMMIT would not commit: there must be none."""
+    return f"""SET NOCOUNT ON; SET XACT_ABORT ON;
+IF @@TRANCOUNT > 0 THROW 50000, 'a transaction is open', 1;
+DECLARE @doc nvarchar(max) = ?;
+BEGIN TRANSACTION;
+{sql}
+COMMIT TRANSACTION;"""
+
+
+def query(sql: str) -> str:
+    return f"SET NOCOUNT ON;\nDECLARE @doc nvarchar(max) = ?;\n{sql}"
+
+
+_LOCKED = "WITH (UPDLOCK, HOLDLOCK, ROWLOCK, INDEX(shards_key))"
+_FENCES = given("$.fences", shard_id="int", version="bigint", nonce="bigint")
+_FENCE_HOLDS = "s.shard_version = f.version AND s.shard_nonce = f.nonce AND s.shard_owner_id IS NOT NULL"
+_FENCE = f"""DECLARE @held TABLE (shard_id int NOT NULL PRIMARY KEY);
+INSERT INTO @held SELECT s.shard_id FROM {_FENCES} AS f
+  INNER LOOP JOIN shards AS s {_LOCKED} ON s.shard_id = f.shard_id WHERE {_FENCE_HOLDS} OPTION (MAXDOP 1);
+SELECT shard_id FROM @held;"""  # noqa: S608
+_KEYS = given("$.keys", number="int", shard_id="int", timer_namespace="nvarchar(255)", timer_id="nvarchar(255)")
+_OF_KEY = (
+    f"t.shard_id = k.shard_id AND t.timer_namespace = {as_bytes('k.timer_namespace')}"
+    f" AND t.timer_id = {as_bytes('k.timer_id')}"
+)
+
+COMMIT = transaction(f"""{_FENCE}
+IF (SELECT COUNT(*) FROM @held) = (SELECT COUNT(*) FROM OPENJSON(@doc, '$.fences'))
+BEGIN
+  DELETE t OUTPUT k.number FROM {_KEYS} AS k
+  INNER LOOP JOIN timers AS t WITH (ROWLOCK, INDEX(timers_by_id)) ON t.row_type = 2 AND {_OF_KEY} OPTION (MAXDOP 1);
+  {insert_sql(2, "$.puts")}
+  {insert_sql(3, "$.reached")}
+  UPDATE s SET shard_low_water = w.place FROM {given("$.waters", shard_id="int", place="varchar(100)")} AS w
+  INNER LOOP JOIN shards AS s {_LOCKED} ON s.shard_id = w.shard_id OPTION (MAXDOP 1);
+END;""")  # noqa: S608
+
+_CLAIMS = given(
+    "$",
+    shard_id="int",
+    version="bigint",
+    nonce="bigint",
+    owner_id="nvarchar(255)",
+    owner_address="nvarchar(2048)",
+    claimed_at="datetime2(3)",
+)
+CLAIM = transaction(f"""UPDATE s SET shard_version = c.version + 1, shard_nonce = c.nonce, shard_owner_id = c.owner_id,
+  shard_owner_address = c.owner_address, shard_claimed_at = c.claimed_at FROM {_CLAIMS} AS c
+  INNER LOOP JOIN shards AS s {_LOCKED} ON s.shard_id = c.shard_id WHERE s.shard_version = c.version OPTION (MAXDOP 1);
+SELECT {SHARD} FROM {given("$", shard_id="int")} AS c
+  INNER LOOP JOIN shards AS s {_LOCKED} ON s.shard_id = c.shard_id OPTION (MAXDOP 1);""")  # noqa: S608
+RELEASE = transaction(f"""UPDATE s SET shard_nonce = 0, shard_owner_id = NULL, shard_owner_address = NULL,
+  shard_claimed_at = '1970-01-01T00:00:00' OUTPUT inserted.shard_id FROM {_FENCES} AS f
+  INNER LOOP JOIN shards AS s {_LOCKED} ON s.shard_id = f.shard_id WHERE {_FENCE_HOLDS} OPTION (MAXDOP 1);""")  # noqa: S608
+SHARDS = f"SELECT {SHARD} FROM shards AS s ORDER BY s.shard_id"  # noqa: S608
+ENSURE_SHARDS = transaction("""INSERT INTO shards (shard_id, shard_version, shard_nonce, shard_claimed_at)
+  SELECT v.shard_id, 0, 0, '1970-01-01T00:00:00' FROM OPENJSON(@doc) WITH (shard_id int '$') AS v
+  WHERE NOT EXISTS (SELECT 1 FROM shards AS s WITH (UPDLOCK, HOLDLOCK) WHERE s.shard_id = v.shard_id);""")
+
+# The oldest, so that what is left is a range.
+PURGE = transaction(f"""{_FENCE}
+DECLARE @before datetime2(3) = CAST(JSON_VALUE(@doc, '$.before') AS datetime2(3));
+DECLARE @most int = CAST(JSON_VALUE(@doc, '$.most') AS int);
+DELETE t OUTPUT deleted.shard_id FROM @held AS h
+  CROSS APPLY (SELECT TOP (@most) {KEY} FROM timers AS o WITH (INDEX(timers_key)) WHERE o.shard_id = h.shard_id
+    AND o.row_type = 3 AND o.timer_execute_at < @before ORDER BY {KEY}) AS k
+  INNER JOIN timers AS t WITH (ROWLOCK, INDEX(timers_key)) ON t.shard_id = h.shard_id AND t.row_type = 3
+    AND {" AND ".join(f"t.{name} = k.{name}" for name in KEY_COLUMNS)}
+  OPTION (LOOP JOIN, FORCE ORDER, MAXDOP 1);""")  # noqa: S608
+
+
+def scan_sql(row_type: int, columns: str, *, by_correlation: bool = False) -> str:
+    """The next rows of some shards, each with the number of its scan."""
+    where = "t.shard_id = s.shard_id"
+    index = "INDEX(timers_key)"
+    if by_correlation:
+        where = (
+            f"t.timer_correlation_id IS NOT NULL AND t.timer_correlation_id = {as_bytes('@correlation_id')}"
+            f" AND t.timer_namespace = {as_bytes('@namespace')} AND t.shard_id < s.shard_id"
+        )
+        index = "INDEX(timers_by_correlation)"
+    scans = given(
+        "$.scans",
+        number="int",
+        shard_id="int",
+        place_at="datetime2(3)",
+        place_high="bigint",
+        place_low="bigint",
+        until_at="datetime2(3)",
+        most="int",
+    )
+    return f"""SELECT t.*, s.number FROM {scans} AS s
+CROSS APPLY (SELECT TOP (s.most) {columns} FROM timers AS t WITH ({index})
+  WHERE {where} AND t.row_type = {row_type} AND t.timer_execute_at >= s.place_at
+  AND (t.timer_execute_at > s.place_at OR t.timer_uuid_high > s.place_high
+    OR (t.timer_uuid_high = s.place_high AND t.timer_uuid_low > s.place_low))
+  AND t.timer_execute_at <= s.until_at
+  ORDER BY {", ".join(f"t.{name}" for name in KEY_COLUMNS)}) AS t
+OPTION (LOOP JOIN, FORCE ORDER, MAXDOP 1);"""  # noqa: S608
+
+
+LOAD = query(scan_sql(2, selected(2)))
+
+
+@cache
+def get_sql(ends_max: int) -> str:
+    """The timers first, and locked: whatever settles one waits until its reached row was read, so both are of the same
+    moment."""
+    return transaction(f"""SET DEADLOCK_PRIORITY LOW;
+SELECT {selected(2)}, k.number FROM {_KEYS} AS k
+  INNER LOOP JOIN timers AS t WITH (HOLDLOCK, ROWLOCK, INDEX(timers_by_id)) ON t.row_type = 2 AND {_OF_KEY}
+  OPTION (MAXDOP 1);
+SELECT t.*, k.number FROM {_KEYS} AS k
+  CROSS APPLY (SELECT TOP ({ends_max}) {selected(3)} FROM timers AS t WITH (INDEX(reached_by_id)) WHERE t.row_type = 3
+    AND {_OF_KEY}
+    ORDER BY {", ".join(f"t.{n} DESC" for n in ("timer_generation", "timer_reached_at", *KEY_COLUMNS))}) AS t
+  OPTION (LOOP JOIN, FORCE ORDER, MAXDOP 1);""")  # noqa: S608
+
+
+_MEMBER = given(
+    "$",
+    instance_id="nvarchar(255)",
+    address="nvarchar(2048)",
+    counter="bigint",
+    alive="bit",
+    joined_at="datetime2(3)",
+    secret="nvarchar(2048)",  # noqa: S106 - a type
+)
+_NAMED = f"instance_id = {as_bytes('m.instance_id')}"
+JOIN = transaction(f"""INSERT INTO members (instance_id, address, counter, alive, joined_at, secret)
+  SELECT {as_bytes("m.instance_id")}, m.address, m.counter, m.alive, m.joined_at, m.secret FROM {_MEMBER} AS m
+  WHERE NOT EXISTS (SELECT 1 FROM members AS o WITH (UPDLOCK, HOLDLOCK) WHERE o.{_NAMED});
+SELECT o.alive FROM {_MEMBER} AS m INNER JOIN members AS o ON o.{_NAMED};""")  # noqa: S608
+_BEAT = given("$", instance_id="nvarchar(255)", counter="bigint")
+HEARTBEAT = transaction(f"""UPDATE o SET counter = CASE WHEN o.counter < m.counter THEN m.counter ELSE o.counter END
+  FROM {_BEAT} AS m INNER LOOP JOIN members AS o WITH (ROWLOCK) ON o.{_NAMED} WHERE o.alive = 1;
+SELECT @@ROWCOUNT, DATEDIFF_BIG(millisecond, CAST('1970-01-01' AS datetime2(3)), SYSUTCDATETIME());""")  # noqa: S608
+MEMBERS = "SELECT CAST(instance_id AS nvarchar(255)), address, counter, alive, joined_at, secret FROM members"
+MARK_DEAD = transaction(f"""UPDATE o SET alive = 0
+  FROM {_BEAT} AS m INNER LOOP JOIN members AS o WITH (ROWLOCK) ON o.{_NAMED} WHERE o.counter = m.counter;
+SELECT COUNT(*) FROM {_BEAT} AS m INNER JOIN members AS o ON o.{_NAMED} WHERE o.alive = 1;""")  # noqa: S608
+FORGET = transaction(f"""DELETE o
+  FROM {_BEAT} AS m INNER LOOP JOIN members AS o WITH (ROWLOCK) ON o.{_NAMED} WHERE o.alive = 0;""")
+
+_NAMESPACE = given(
+    "$", name="nvarchar(255)", num_shards="int", revision="bigint", body="nvarchar(max)", expected="bigint"
+)
+NEW_NAMESPACE = transaction(f"""INSERT INTO namespaces (name, num_shards, revision, body)
+  SELECT {as_bytes("n.name")}, n.num_shards, n.revision, n.body FROM {_NAMESPACE} AS n
+  WHERE NOT EXISTS (SELECT 1 FROM namespaces AS o WITH (UPDLOCK, HOLDLOCK) WHERE o.name = {as_bytes("n.name")});
+SELECT @@ROWCOUNT;""")  # noqa: S608
+PUT_NAMESPACE = transaction(f"""UPDATE o SET num_shards = n.num_shards, revision = n.revision, body = n.body
+  FROM {_NAMESPACE} AS n INNER LOOP JOIN namespaces AS o WITH (ROWLOCK) ON o.name = {as_bytes("n.name")}
+  WHERE o.revision = n.expected;
+SELECT @@ROWCOUNT;""")  # noqa: S608
+
+
+def _said(sql: str, document: str | None, link: Link) -> list[list[Row]]:
+    return ask(link, sql, document)
+
+
+# --- members -------------------------------------------------------------------------------------
+
+
+async def join(write: Run, member: Member, _: str) -> str:
+    """Joining twice is joining once; but the dead stay dead. Answers its history, as the connection knows it."""
+    values = (
+        member.instance_id,
+        member.address,
+        member.counter,
+        member.alive,
+        at(member.joined_at_ms),
+        member.secret,
+    )
+    said = document([values])
+
+    def work(link: Link) -> tuple[list[Row], str]:
+        [rows] = ask(link, JOIN, said)
+        return rows, link.history
+
+    rows, history = await write(work)
+    if not rows or not rows[0][0]:
+        raise MemberDead(f"{member.instance_id} was declared dead")
+    return history
+
+
+async def heartbeat(write: Run, instance_id: str, counter: int, _: str) -> tuple[int, str]:
+    said = document([[instance_id, counter]])
+
+    def work(link: Link) -> tuple[Row, str]:
+        [[row]] = ask(link, HEARTBEAT, said)
+        return row, link.history
+
+    (met, now_ms), history = await write(work)
+    if not met:
+        raise MemberDead(f"{instance_id} was declared dead")
+    return int(now_ms), history
+
+
+async def members(read: Run) -> list[Member]:
+    [rows] = await read(partial(_said, MEMBERS, None))
+    found = [
+        Member(name, address, counter, bool(alive), ms(joined_at), secret)
+        for name, address, counter, alive, joined_at, secret in rows
+    ]
+    return sorted(found, key=lambda member: member.instance_id)
+
+
+async def mark_dead(write: Run, instance_id: str, counter: int) -> bool:
+    [[[living]]] = await write(partial(_said, MARK_DEAD, document([[instance_id, counter]])))
+    return not living
+
+
+async def forget_member(write: Run, instance_id: str) -> None:
+    await write(partial(_said, FORGET, document([[instance_id, 0]])))
+
+
+# --- shards --------------------------------------------------------------------------------------
+
+
+async def ensure_shards(write: Run, count: int) -> None:
+    await write(partial(_said, ENSURE_SHARDS, document(list(range(count)))))
+
+
+async def shards(read: Run) -> list[ShardRow]:
+    [rows] = await read(partial(_said, SHARDS, None))
+    return [shard_row(row) for row in rows]
+
+
+async def claim(write: Run, claims: Sequence[Claim]) -> list[ShardRow]:
+    rows: dict[int, ShardRow] = {}
+    step = in_steps(write)
+    for turn in turns([claim.shard_id for claim in claims]):
+        some = [claims[index] for index in turn]
+        values = [(c.shard_id, c.expected_version, c.nonce, c.owner_id, c.owner_address, at(c.now_ms)) for c in some]
+        found: list[list[Row]] = await step(partial(_said, CLAIM, document(values)))
+        rows.update((row[0], shard_row(row)) for row in found[0])
+    return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
+
+
+async def release(write: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
+    results: list[ShardLost | None] = [None] * len(fences)
+    step = in_steps(write)
+    for turn in turns([fence.shard_id for fence in fences]):
+        said = document({"fences": _fences([fences[index] for index in turn])})
+        found: list[list[Row]] = await step(partial(_said, RELEASE, said))
+        released = {row[0] for rows in found for row in rows}
+        for index in turn:
+            if fences[index].shard_id not in released:
+                results[index] = lost(fences[index])
+    return results
+
+
+def _fences(fences: Sequence[Fence]) -> list[tuple[int, int, int]]:
+    return [(fence.shard_id, fence.version, fence.nonce) for fence in fences]
+
+
+# --- timers: writing -----------------------------------------------------------------------------
+
+
+async def commit(write: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
+    step: Any = in_steps(write)
+    for turn in turns([batch.fence.shard_id for batch in batches]):
+        answers = await _commit_turn(step, [batches[index] for index in turn])
+        for index, answer in zip(turn, answers, strict=True):
+            results[index] = answer
+    return results
+
+
+async def _commit_turn(write: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    """All batches or, if a fence failed, nothing; then the others are committed as if that one had not been there."""
+    [locked, *found] = await write(partial(_said, COMMIT, commit_document(batches)))
+    held = {row[0] for row in locked}
+    if len(held) < len(batches):
+        good = [batch for batch in batches if batch.fence.shard_id in held]
+        done = iter(await _commit_turn(write, good) if good else ())
+        return [next(done) if batch.fence.shard_id in held else lost(batch.fence) for batch in batches]
+    puts = sum(len(batch.puts) for batch in batches)
+    return committed(batches, (row[0] for rows in found for row in rows if row[0] < puts))
+
+
+def commit_document(batches: Sequence[Batch]) -> str:
+    """What a commit does. The keys of the puts come first: those found among them are what is replaced."""
+    keys = [(batch.fence.shard_id, *timer.key) for batch in batches for timer in batch.puts]
+    keys += [(batch.fence.shard_id, *key) for batch in batches for key in batch.deletes]
+    reached = {(batch.fence.shard_id, ended.position): ended for batch in batches for ended in reversed(batch.reached)}
+    return document(
+        {
+            "fences": _fences([batch.fence for batch in batches]),
+            "waters": [
+                (batch.fence.shard_id, as_json(batch.low_water)) for batch in batches if batch.low_water is not None
+            ],
+            "keys": [(number, *key) for number, key in enumerate(keys)],
+            "puts": [timer_row(batch.fence.shard_id, timer) for batch in batches for timer in batch.puts],
+            "reached": [reached_row(shard_id, ended) for (shard_id, _), ended in reached.items()],
+        }
+    )
+
+
+async def purge_reached(write: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
+    results: list[int | ShardLost] = [0] * len(fences)
+    step = in_steps(write)
+    for turn in turns([fence.shard_id for fence in fences]):
+        some = [fences[index] for index in turn]
+        said = document({"fences": _fences(some), "before": at(bound_ms(before_ms)), "most": limit})
+        found: list[list[Row]] = await step(partial(_said, PURGE, said))
+        held, *others = ([row[0] for row in rows] for rows in found)
+        gone = [shard_id for rows in others for shard_id in rows]
+        for index in turn:
+            shard_id = fences[index].shard_id
+            results[index] = gone.count(shard_id) if shard_id in held else lost(fences[index])
+    return results
+
+
+# --- timers: reading -----------------------------------------------------------------------------
+
+
+async def load(read: Run, stretches: Sequence[Stretch]) -> list[Page]:
+    def work(link: Link) -> list[Page]:
+        return [_load_one(link, stretch, LOAD_CHARS_MAX // len(stretches)) for stretch in stretches]
+
+    return await read(work) if stretches else []
+
+
+def _load_one(link: Link, stretch: Stretch, chars_max: int) -> Page:
+    """A page ends early after the portion in which its payloads pass its weight."""
+    weight = 0
+
+    def enough(portion: Sequence[Row]) -> bool:
+        nonlocal weight
+        weight += sum(len(row[_PAYLOAD] or "") for row in portion)
+        return weight > chars_max
+
+    after = stretch.after
+    scan = (
+        0,
+        stretch.shard_id,
+        at(bound_ms(after.execute_at_ms)),
+        after.uuid_high,
+        after.uuid_low,
+        at(bound_ms(stretch.until_ms)),
+        stretch.limit + 1,
+    )
+    rows = list(ask_until(link, LOAD, document({"scans": [scan]}), enough))
+    if weight <= chars_max and len(rows) <= stretch.limit:
+        return page_of(rows, None, READING)
+    del rows[stretch.limit :]
+    return page_of(rows, READING.place(rows[-1]), READING)
+
+
+Key = tuple[int, TimerKey]
+
+
+async def get_many(read: Run, keys: Sequence[Key]) -> list[Found]:
+    found: dict[Key, Found] = {}
+    wanted = list(dict.fromkeys(keys))
+    for first in range(0, len(wanted), KEYS_AT_ONCE):
+        found |= await found_by_key(wanted[first : first + KEYS_AT_ONCE], partial(_stored, read), READING)
+    return [found[key] for key in keys]
+
+
+async def _stored(read: Run, keys: Sequence[Key], ends_max: int) -> Ends[Key]:
+    said = document({"keys": [(number, shard_id, *key) for number, (shard_id, key) in enumerate(keys)]})
+    waiting, over = await read(partial(_said, get_sql(ends_max), said))
+    ends: dict[Key, list[Row]] = {}
+    for row in over:
+        ends.setdefault(keys[row[-1]], []).append(row)
+    return {keys[row[-1]]: row for row in waiting}, ends
+
+
+# --- namespaces ----------------------------------------------------------------------------------
+
+
+async def namespaces(read: Run) -> list[Namespace]:
+    [rows] = await read(partial(_said, "SELECT CAST(name AS nvarchar(255)), body FROM namespaces", None))
+    return namespaces_of(rows)
+
+
+async def put_namespace(write: Run, namespace: Namespace, expected_revision: int | None) -> bool:
+    values = (namespace.name, namespace.num_shards, namespace.revision, as_json(namespace), expected_revision)
+    sql = NEW_NAMESPACE if expected_revision is None else PUT_NAMESPACE
+    [[[met]]] = await write(partial(_said, sql, document([values])))
+    return bool(met)

@@ -1,0 +1,80 @@
+"""The database of the simulated cluster: the memory store, and records of it for the checker."""
+
+from __future__ import annotations
+
+import random
+
+from duetime.clock import Clock
+from duetime.domain.timer import Namespace, Timer, TimerKey
+from duetime.errors import ShardLost
+from duetime.store import Batch, Capabilities, Committed, ListQuery
+from duetime.stores.memory import MemoryStore
+
+__all__ = ["SimDatabase"]
+
+
+class SimDatabase(MemoryStore):
+    def __init__(self, clock: Clock, capabilities: Capabilities) -> None:
+        super().__init__(clock)
+        self.capabilities = capabilities
+        # (delivery id, attempt) -> when an outcome of that attempt was written.
+        self.recorded_at_ms: dict[tuple[str, int], int] = {}
+        self.over_at_ms: dict[str, int] = {}  # delivery id -> when it was over: no attempt follows
+        self.stored_namespaces: dict[str, list[Namespace]] = {}  # every version of each
+        self.spoilt: set[TimerKey] = set()
+
+    def _commit(self, batch: Batch) -> Committed | ShardLost:
+        shard = self._shards.get(batch.fence.shard_id)
+        changes: list[tuple[Timer, Timer | None]] = []
+        if shard is not None:
+            written: list[tuple[Timer | None, Timer | None]] = [(shard.timers.get(key), None) for key in batch.deletes]
+            written += [(shard.timers.get(timer.key), timer) for timer in batch.puts]
+            changes = [(old, new) for old, new in written if old is not None]
+        result = super()._commit(batch)
+        if isinstance(result, Committed):
+            now_ms = self._clock.wall_ms()
+            ended = {row.timer.key: row.timer for row in batch.reached}
+            for old, new in changes:
+                is_over = new is None or new.delivery_id != old.delivery_id
+                now = ended.get(old.key) if is_over else new
+                # One that is skipped, cancelled or put back for later was not attempted.
+                if now is not None and now.delivery_id == old.delivery_id and now.attempts > old.attempts:
+                    self.recorded_at_ms.setdefault((old.delivery_id, now.attempts), now_ms)
+                if is_over:
+                    self.over_at_ms.setdefault(old.delivery_id, now_ms)
+        return result
+
+    async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
+        written = await super().put_namespace(namespace, expected_revision)
+        if written:
+            self.stored_namespaces.setdefault(namespace.name, []).append(namespace)
+        return written
+
+    def is_deleted(self, namespace: str) -> bool:
+        row = self._namespaces.get(namespace)
+        return row is not None and row.deleted
+
+    def has(self, namespace: str, timer_id: str) -> bool:
+        """Is this timer scheduled?"""
+        return any(TimerKey(namespace, timer_id) in shard.timers for shard in self._shards.values())
+
+    async def scheduled(self, namespace: str) -> list[Timer]:
+        """All timers of a namespace, deleted or not."""
+        row = self._namespaces.get(namespace)
+        if row is None:
+            return []
+        query = ListQuery(namespace=namespace, num_shards=row.num_shards, limit=1_000_000)
+        return list((await self.list_timers(query)).timers)
+
+    async def is_at_rest(self) -> bool:
+        """No timer is scheduled, in any namespace."""
+        return not any(shard.timers.keys() - self.spoilt for shard in self._shards.values())
+
+    def spoil_one(self, rng: random.Random) -> None:
+        """Make the row of some timer unreadable, if the memory store knows how to."""
+        spoil = getattr(self, "spoil_timer", None)
+        there = [(shard_id, key) for shard_id, shard in self._shards.items() for key in shard.timers]
+        if spoil is not None and there:
+            shard_id, key = rng.choice(there)
+            spoil(shard_id, key)
+            self.spoilt.add(key)

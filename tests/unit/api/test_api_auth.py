@@ -1,0 +1,184 @@
+"""The gate of the API by itself: which header lets whom in, what is remembered of it, and who is a browser's page."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from duetime.api.auth import ANYONE, Caller, Gate, is_loopback, split_listen
+from duetime.config import Auth, Token
+from duetime.errors import Forbidden, SetupError, Unauthenticated
+from duetime.http.server import Request
+
+
+def token(secret: str, **fields: Any) -> Token:
+    return Token(name=secret, sha256=sha256(secret.encode("latin-1")).hexdigest(), **fields)
+
+
+def gate(*tokens: Token) -> Gate:
+    return Gate(Auth(tokens=tokens))
+
+
+def request(**headers: str) -> Request:
+    return Request("POST", "/", headers={name.encode(): value.encode("latin-1") for name, value in headers.items()})
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+def test_without_tokens_anyone_may_do_anything() -> None:
+    assert gate().caller(request()) is ANYONE
+    assert gate().caller(request(authorization="Bearer whatever")) is ANYONE
+    for verb in ("read", "write", "admin"):
+        ANYONE.require_verb(verb)
+    ANYONE.require_namespace("any")
+
+
+@pytest.mark.parametrize("header", ["Bearer root", "bearer root", "BEARER root", "Bearer  root ", "Bearer root\t"])
+def test_the_scheme_may_be_in_any_case_and_blanks_do_not_count(header: str) -> None:
+    door = gate(token("other"), token("root"), token("third"))
+    for _ in range(2):  # the second time it is remembered
+        assert door.caller(request(authorization=header)).name == "root"
+
+
+@pytest.mark.parametrize("header", ["Basic root", "root", " root", "Bearer", "Bearer ", "Bearerroot", "", "Bearer roo"])
+def test_a_good_token_in_another_form_and_a_bad_one_are_refused(header: str) -> None:
+    door = gate(token("root"))
+    door.caller(request(authorization="Bearer root"))
+    for _ in range(2):
+        with pytest.raises(Unauthenticated):
+            door.caller(request(authorization=header))
+
+
+def test_a_missing_header_is_refused_also_after_a_good_one() -> None:
+    door = gate(token("root"))
+    door.caller(request(authorization="Bearer root"))
+    with pytest.raises(Unauthenticated, match="wants a token"):
+        door.caller(request())
+
+
+def test_a_digest_may_be_configured_in_capitals() -> None:
+    known = token("root")
+    door = gate(Token(name="root", sha256=known.sha256.upper()))
+    assert door.caller(request(authorization="Bearer root")).name == "root"
+
+
+def test_what_is_remembered_is_bounded_and_only_of_good_tokens() -> None:
+    door = gate(token("root"), token("shop"))
+    for blanks in range(1, 50):
+        assert door.caller(request(authorization=f"Bearer{' ' * blanks}root")).name == "root"
+        with pytest.raises(Unauthenticated):
+            door.caller(request(authorization=f"Bearer bad{blanks}"))
+    assert len(door._verified) == 4
+    assert {caller.name for caller in door._verified.values()} == {"root"}
+
+
+def test_a_token_that_is_remembered_keeps_its_own_rights() -> None:
+    door = gate(token("eye", verbs=("read",)), token("root"))
+    for _ in range(2):
+        assert door.caller(request(authorization="Bearer eye")).verbs == {"read"}
+        assert door.caller(request(authorization="Bearer root")).verbs == {"read", "write", "admin"}
+
+
+@pytest.mark.parametrize(
+    ("verbs", "may"),
+    [
+        ((), {"read", "write", "admin"}),
+        (("admin",), {"read", "write", "admin"}),
+        (("read",), {"read"}),
+        (("write",), {"write"}),
+        (("read", "write"), {"read", "write"}),
+    ],
+)
+def test_a_token_has_its_verbs_and_none_means_all(verbs: tuple[str, ...], may: set[str]) -> None:
+    caller = gate(token("t", verbs=verbs)).caller(request(authorization="Bearer t"))
+    for verb in ("read", "write", "admin"):
+        if verb in may:
+            caller.require_verb(verb)
+        else:
+            with pytest.raises(Forbidden, match=f"'t' lacks the verb '{verb}'"):
+                caller.require_verb(verb)
+
+
+def test_a_token_has_its_namespaces_and_none_means_all() -> None:
+    one: Caller = gate(token("t", namespaces=("orders",))).caller(request(authorization="Bearer t"))
+    one.require_namespace("orders")
+    assert (one.may_see("orders"), one.may_see("default"), one.may_see("")) == (True, False, False)
+    with pytest.raises(Forbidden, match="not for the namespace 'default'"):
+        one.require_namespace("default")
+    every = gate(token("t")).caller(request(authorization="Bearer t"))
+    every.require_namespace("default")
+
+
+# --- pages of web sites --------------------------------------------------------------------------
+
+_PAGES = [
+    ("http://127.0.0.1:8463", "127.0.0.1:8463", True),
+    ("http://LOCALHOST:8463", "LOCALHOST:8463", True),
+    ("http://[::1]:8463", "[::1]:8463", True),
+    ("http://evil.example", "127.0.0.1:8463", False),
+    ("http://127.0.0.1:9999", "127.0.0.1:8463", False),
+    ("http://evil.example:8463", "evil.example:8463", False),  # its name was made to point here
+    ("http://10.0.0.5:8463", "10.0.0.5:8463", False),
+    ("null", "127.0.0.1:8463", False),
+    ("", "", False),
+    ("null", "", False),
+    ("http://[::1", "[::1", False),
+    ("http://[::1", "", False),
+]
+
+
+@pytest.mark.parametrize(("origin", "host", "passes"), _PAGES)
+def test_an_open_server_serves_only_pages_of_its_own_at_loopback(origin: str, host: str, passes: bool) -> None:
+    if passes:
+        assert gate().caller(request(origin=origin, host=host)) is ANYONE
+    else:
+        with pytest.raises(Forbidden, match="other sites"):
+            gate().caller(request(origin=origin, host=host))
+
+
+@pytest.mark.parametrize(("origin", "host", "of_loopback"), _PAGES)
+def test_a_server_with_tokens_serves_pages_of_its_own_wherever_it_is(origin: str, host: str, of_loopback: bool) -> None:
+    passes = of_loopback or (origin == f"http://{host}" and "[" not in host)
+    door = gate(token("root"))
+    door.caller(request(authorization="Bearer root"))  # a token that is remembered lets no other page in
+    asked = request(origin=origin, host=host, authorization="Bearer root")
+    if passes:
+        assert door.caller(asked).name == "root"
+    else:
+        with pytest.raises(Forbidden, match="other sites"):
+            door.caller(asked)
+
+
+def test_a_page_needs_a_host_header_to_be_of_the_same_site() -> None:
+    with pytest.raises(Forbidden):
+        gate().caller(request(origin="http://127.0.0.1:8463"))
+
+
+# --- addresses to listen on ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listen", "found"),
+    [
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("127.0.0.1:65535", ("127.0.0.1", 65_535)),
+        ("[::1]:8463", ("::1", 8_463)),
+        ("duetime.example:80", ("duetime.example", 80)),
+    ],
+)
+def test_an_address_to_listen_on_is_split(listen: str, found: tuple[str, int]) -> None:
+    assert split_listen(listen) == found
+
+
+@pytest.mark.parametrize("listen", ["", ":", ":80", "host", "host:", "host:http", "host:-1", "host:65536", "host:８０"])
+def test_an_address_that_cannot_be_listened_on_is_refused(listen: str) -> None:
+    with pytest.raises(SetupError, match=r"server\.listen must be"):
+        split_listen(listen)
+
+
+def test_loopback_is_recognised_in_any_case() -> None:
+    assert is_loopback("LocalHost:80")
+    assert not is_loopback("localhost.example:80")

@@ -1,0 +1,144 @@
+"""Rare things that a hostile reader of the cluster's code found; each was so once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from engine_world import URL, World
+from two_instances import Wires, of_two, owned_by
+
+from duetime.cluster.forwarding import CreateOrder, Forward
+from duetime.domain.timer import NamespaceSpec, TimerKey, TimerSpec, shard_of
+from duetime.errors import DuetimeError, StoreUnavailable
+from duetime.store import Store
+from duetime.stores.memory import MemoryStore
+from duetime.testing.faulty import Fault, FaultyStore
+from duetime.testing.virtual import VirtualClock, run_virtual
+
+
+def test_a_release_that_failed_while_the_clock_was_off_is_made_good() -> None:
+    """Alive, owning by its rows and serving nothing: nobody else may take such shards."""
+
+    async def story(a: World, b: World, wires: Wires) -> None:
+        faulty = FaultyStore(b.store)
+        b.engine._store = faulty.as_store
+        faulty.fail("release", *[Fault.UNAVAILABLE] * 3)
+        b.engine.membership.skew_ms = 10_000
+        b.engine.membership._judge_clock = lambda *_: None  # type: ignore[method-assign]
+        await asyncio.sleep(10)
+        assert faulty.calls["release"] > 1
+        assert not b.engine.shards
+        assert len(a.engine.shards) == 16
+
+    of_two(story)
+
+
+def test_a_look_that_failed_is_repeated_at_the_next_heartbeat() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        faulty = FaultyStore(a.store)
+        a.engine._store = faulty.as_store
+        b.engine.abandon()
+        faulty.fail("claim", Fault.UNAVAILABLE)
+        await asyncio.sleep(5.5)
+        assert len(a.engine.shards) == 16
+
+    of_two(story)
+
+
+def test_case_25_an_instance_that_dies_again_and_again_takes_nothing_from_those_that_stay() -> None:
+    async def told(clock: VirtualClock) -> None:
+        store = MemoryStore(clock)
+        stays = World(clock, store)
+        await stays.start()
+        for number in range(5):
+            comes = World(clock, store)
+            comes.starts = 100 + number
+            comes.new_instance()
+            await comes.start()
+            await asyncio.sleep(2)
+            comes.engine.abandon()
+            assert len(stays.engine.shards) == 16
+            await asyncio.sleep(1)
+        await stays.engine.stop()
+
+    run_virtual(told)
+
+
+def test_a_namespace_read_long_ago_is_read_again_before_a_write_is_taken_for_it() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
+        await b.service.get_namespace("n")
+        stuck = FaultyStore(b.store)
+        b.engine.namespaces._store = stuck.as_store
+        released = stuck.hold("namespaces")
+        await a.service.delete_namespace("n")
+        spec = TimerSpec(namespace="n", timer_id=owned_by(b), delay_ms=1_000, callback_url=URL)
+        creating = asyncio.ensure_future(b.service.create(spec))
+        await asyncio.sleep(1)
+        assert not creating.done(), "it may have been deleted: not on a reading of long ago"
+        released.set()
+        with pytest.raises(DuetimeError, match="There is no namespace"):
+            await creating
+
+    of_two(story)
+
+
+def test_a_deletion_whose_last_look_fails_deletes_nothing_and_says_so() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
+        looks = 0
+
+        async def list_timers(query: Any, real: Any = a.store.list_timers) -> Any:
+            nonlocal looks
+            looks += 1
+            if looks > 1:
+                raise StoreUnavailable("a blip")
+            return await real(query)
+
+        a.service._store = _With(a.store, list_timers)
+        with pytest.raises(StoreUnavailable):
+            await a.service.delete_namespace("n")
+        after = await a.service.get_namespace("n")
+        assert (after.deleted, after.deleting) == (False, False)
+
+    of_two(story)
+
+
+class _With:
+    def __init__(self, store: Store, list_timers: Any) -> None:
+        self._store = store
+        self.list_timers = list_timers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_an_order_under_way_is_never_forgotten_and_large_ones_do_not_fill_the_memory() -> None:
+    async def story(a: World, b: World, wires: Wires) -> None:
+        faulty = FaultyStore(b.store)
+        for lane in b.engine._lanes:
+            lane._store = faulty.as_store
+        released = faulty.hold("commit")
+        timer_id = owned_by(b)
+        shard_id = shard_of(timer_id, 16)
+        version = b.engine.shards[shard_id].fence.version
+
+        def order(number: int, payload: str) -> Forward:
+            spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=60_000, callback_url=URL, payload=payload)
+            return Forward(f"order-{number}", shard_id, version, CreateOrder(spec))
+
+        first = b.service.take(order(0, "1"))
+        for number in range(1, 120):
+            b.service.take(order(number, '"' + "x" * 250_000 + '"'))
+        assert b.service.taken("order-0") is first
+        released.set()
+        await first
+        await asyncio.sleep(1)
+        for number in range(1_000, 1_010):  # each new one lets a few old ones go
+            b.service.take(order(number, "2"))
+        assert b.service._taken_chars <= 17 * 1024 * 1024
+        await b.service.delete(TimerKey("default", timer_id))
+
+    of_two(story)

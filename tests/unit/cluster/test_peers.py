@@ -1,0 +1,467 @@
+"""Instances speak to each other over real HTTP: signed, coalesced; an order is carried out once, or is unknown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+from raw_server import Server, serving
+
+from duetime.api.dispatch import Api
+from duetime.cluster.forwarding import CreateOrder, DeleteOrder, Forward, OrderAnswer, Peer
+from duetime.cluster.peer_client import HttpPeers
+from duetime.cluster.peer_protocol import (
+    ORDERS_PATH,
+    SIGNATURE,
+    Answers,
+    Orders,
+    Reply,
+    decode_answers,
+    encode,
+    read_reply,
+    reply_of,
+    sign,
+)
+from duetime.config import load_config
+from duetime.domain.status import InstanceStatus
+from duetime.domain.timer import Created, State, TimerKey, TimerSpec, TimerView, Updated, Verdict
+from duetime.errors import Busy, Conflict, DuetimeError, InvalidField, NotFound, NotOwner, OutcomeUnknown, Unserved
+from duetime.http.client import Answer, HttpClient
+from duetime.http.server import Handler, HttpServer, Request, Response, serve_http
+from duetime.service.service import Service
+from duetime.telemetry import Telemetry
+from duetime.testing import make_timer
+
+STATUS = InstanceStatus(
+    instance_id="b",
+    version="1",
+    ready=True,
+    lease_ms=1,
+    clock_skew_ms=0,
+    shards=3,
+    in_memory=0,
+    in_flight=0,
+    held=0,
+    writes_waiting=0,
+)
+
+
+class Owner:
+    """The service of the other instance, as far as its door needs it. Orders about "slow" wait for `released`."""
+
+    def __init__(self) -> None:
+        self.name = "b"
+        self.secret = "the secret"
+        self.port = 0
+        self.got: list[str] = []
+        self.requests = 0
+        self.released = asyncio.Event()
+        self.answers: dict[str, asyncio.Future[OrderAnswer]] = {}
+        self.break_off = False
+        self.said_instead: Response | None = None  # whatever was carried out
+
+    def as_peer(self) -> Peer:
+        return Peer(self.name, f"127.0.0.1:{self.port}", self.secret)
+
+    def join_again(self, name: str) -> None:
+        """As after a freeze: the process goes on under another id and with another secret."""
+        self.name = name
+        self.secret = f"the secret of {name}"
+
+    def instance_status(self) -> InstanceStatus:
+        return STATUS
+
+    def take(self, forward: Forward) -> asyncio.Future[OrderAnswer]:
+        answer = self.answers[forward.order_id] = asyncio.ensure_future(self._carry_out(forward))
+        return answer
+
+    def taken(self, order_id: str) -> asyncio.Future[OrderAnswer]:
+        return self.answers[order_id]
+
+    async def _carry_out(self, forward: Forward) -> OrderAnswer:
+        order = forward.order
+        if isinstance(order, CreateOrder):
+            self.got.append(order.spec.timer_id)
+            if order.spec.timer_id == "slow":
+                await self.released.wait()
+            return Created(TimerView(make_timer(order.spec.timer_id), State.SCHEDULED), True)
+        assert isinstance(order, DeleteOrder)
+        if order.key.timer_id == "wrong":
+            raise InvalidField("timerId", "is wrong")
+        if order.key.timer_id == "moved":
+            raise NotOwner
+        if order.key.timer_id == "broken":
+            raise ZeroDivisionError("a bug")
+        return Verdict.CANCELLED
+
+
+@pytest_asyncio.fixture
+async def owner() -> AsyncIterator[Owner]:
+    owner = Owner()
+    api = Api(cast(Service, owner), load_config(environ={}), Telemetry())
+    server: HttpServer
+
+    async def handle(request: Request) -> Response:
+        owner.requests += 1
+        response = await api.handle(request)
+        if owner.break_off:
+            for connection in list(server.connections):
+                cast(Any, connection)._transport.abort()
+        return owner.said_instead or response
+
+    server = await listen(handle)
+    owner.port = server.port
+    yield owner
+    owner.released.set()
+    await server.close(1_000)
+
+
+async def listen(handle: Handler) -> HttpServer:
+    return await serve_http(handle, "127.0.0.1", 0, body_bytes_max=1 << 24, connections_max=64, idle_timeout_ms=60_000)
+
+
+@pytest_asyncio.fixture
+async def peers() -> AsyncIterator[HttpPeers]:
+    peers = HttpPeers(lambda: "a")
+    yield peers
+    await peers.close()
+
+
+def create(timer_id: str) -> Forward:
+    return Forward(f"order-{timer_id}", 0, 1, CreateOrder(TimerSpec(namespace="n", timer_id=timer_id, delay_ms=1)))
+
+
+def delete(timer_id: str) -> Forward:
+    return Forward(f"order-{timer_id}", 0, 1, DeleteOrder(TimerKey("n", timer_id)))
+
+
+async def test_an_order_is_carried_out_and_answered(owner: Owner, peers: HttpPeers) -> None:
+    answer = await peers.forward(owner.as_peer(), create("t1"))
+    assert answer == Created(TimerView(make_timer("t1"), State.SCHEDULED), True)
+    assert await peers.forward(owner.as_peer(), delete("t1")) is Verdict.CANCELLED
+    assert owner.got == ["t1"]
+
+
+async def test_orders_given_together_travel_together(owner: Owner, peers: HttpPeers) -> None:
+    names = [f"t{number}" for number in range(500)]
+    answers = await asyncio.gather(*(peers.forward(owner.as_peer(), create(name)) for name in names))
+    assert [cast(Created, answer).view.timer.timer_id for answer in answers] == names
+    assert sorted(owner.got) == sorted(names), "each once"
+    assert owner.requests == 2
+
+
+async def test_a_slow_order_does_not_hold_up_the_others_of_its_request(owner: Owner, peers: HttpPeers) -> None:
+    slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
+    fast = await peers.forward(owner.as_peer(), create("t1"))
+    assert isinstance(fast, Created)
+    assert not slow.done()
+    owner.released.set()
+    assert cast(Created, await slow).view.timer.timer_id == "slow"
+    assert sorted(owner.got) == ["slow", "t1"], "asked for again, not carried out again"
+
+
+async def test_the_owners_refusal_arrives_as_it_was(owner: Owner, peers: HttpPeers) -> None:
+    with pytest.raises(InvalidField, match="is wrong") as caught:
+        await peers.forward(owner.as_peer(), delete("wrong"))
+    assert (caught.value.field, caught.value.code) == ("timerId", "invalid_field")
+    with pytest.raises(NotOwner):
+        await peers.forward(owner.as_peer(), delete("moved"))
+    with pytest.raises(OutcomeUnknown):
+        await peers.forward(owner.as_peer(), delete("broken"))
+
+
+async def test_nobody_there_means_not_applied(owner: Owner, peers: HttpPeers) -> None:
+    nobody = replace(owner.as_peer(), address="127.0.0.1:1")
+    with pytest.raises(NotOwner, match="refused"):
+        await peers.forward(nobody, create("t1"))
+    with pytest.raises(Unserved, match="refused"):
+        await peers.status(nobody)
+
+
+async def test_a_successor_on_the_same_address_refuses(owner: Owner, peers: HttpPeers) -> None:
+    before = owner.as_peer()
+    owner.name = "c"
+    with pytest.raises(NotOwner, match="this is instance c, not b"):
+        await peers.forward(before, create("t1"))
+    with pytest.raises(Unserved, match="this is instance c"):
+        await peers.status(before)
+    assert owner.got == []
+
+
+async def test_a_wrong_secret_is_refused(owner: Owner, peers: HttpPeers) -> None:
+    with pytest.raises(NotOwner, match="not signed"):
+        await peers.forward(replace(owner.as_peer(), secret="another"), create("t1"))
+    assert owner.got == []
+
+
+async def test_an_answer_that_got_lost_leaves_the_order_unknown_and_is_not_repeated(
+    owner: Owner, peers: HttpPeers
+) -> None:
+    await peers.forward(owner.as_peer(), create("t1"))  # the connection is kept, and breaks when it is used again
+    owner.break_off = True
+    with pytest.raises(OutcomeUnknown):
+        await peers.forward(owner.as_peer(), create("t2"))
+    assert owner.got == ["t1", "t2"], "carried out once"
+
+
+async def test_a_request_that_was_overheard_cannot_be_sent_again(owner: Owner) -> None:
+    http = HttpClient()
+    body = encode(Orders("b", "eve", 7, [create("t1")]))
+    headers = {SIGNATURE: sign("the secret", body)}
+
+    async def post(data: bytes) -> Answer:
+        return await http.request(
+            "POST", f"http://127.0.0.1:{owner.port}{ORDERS_PATH}", headers, data, timeout_ms=5_000
+        )
+
+    first = await post(body)
+    assert (first.status, len(decode_answers(first.body).replies)) == (200, 1)
+    assert (await post(body)).status == Conflict.status
+    assert (await post(body.replace(b"t1", b"t2"))).status == 401
+    assert (await post(b"rubbish")).status == 400
+    assert owner.got == ["t1"]
+    await http.close()
+
+
+async def test_the_status_is_what_the_other_says(owner: Owner, peers: HttpPeers) -> None:
+    assert await peers.status(owner.as_peer()) == STATUS
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Created(TimerView(make_timer(payload='{"a":1}'), State.SCHEDULED), True, True),
+        Updated(TimerView(make_timer(), State.IN_FLIGHT), Verdict.IN_FLIGHT),
+        Verdict.ALREADY_REACHED,
+        TimerView(make_timer(), State.SCHEDULED),
+    ],
+)
+def test_every_kind_of_answer_survives_the_way(answer: OrderAnswer) -> None:
+    [reply] = decode_answers(encode(Answers([reply_of(answer)]))).replies
+    assert read_reply(reply) == answer
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotFound("There is no timer", field="timerId", code="timer_not_found"),
+        InvalidField("delay", "delay is too long"),
+        Conflict("exists", code="timer_exists"),
+        Busy(),
+        OutcomeUnknown("no answer"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_kind_of_error_survives_the_way(error: DuetimeError) -> None:
+    [reply] = decode_answers(encode(Answers([reply_of(error)]))).replies
+    with pytest.raises(type(error)) as caught:
+        read_reply(reply)
+    read = caught.value
+    assert (read.detail, read.field, read.code, read.status) == (error.detail, error.field, error.code, error.status)
+
+
+def test_an_error_of_a_newer_version_is_unknown() -> None:
+    with pytest.raises(OutcomeUnknown):
+        read_reply(Reply(error="SomethingNew", detail="?"))
+
+
+async def test_a_refusal_by_somebody_in_between_leaves_the_order_unknown(peers: HttpPeers) -> None:
+    """A proxy may say 503 after the instance behind it has carried the order out."""
+
+    async def proxy(_: Request) -> Response:
+        return Response(503, b"upstream is gone")
+
+    server = await listen(proxy)
+    with pytest.raises(OutcomeUnknown, match="upstream is gone"):
+        await peers.forward(Peer("b", f"127.0.0.1:{server.port}", "the secret"), create("t1"))
+    await server.close(1_000)
+
+
+async def test_what_was_not_sent_when_a_peer_falls_silent_goes_back(owner: Owner, peers: HttpPeers) -> None:
+    """Five thousand orders for an instance whose connections break: those on their way are unknown, the rest is not."""
+    owner.break_off = True
+    names = [f"t{number}" for number in range(2_000)]
+    answers = await asyncio.gather(
+        *(peers.forward(owner.as_peer(), create(name)) for name in names), return_exceptions=True
+    )
+    kinds = {type(answer) for answer in answers}
+    assert kinds == {OutcomeUnknown, NotOwner}
+    unknown = [name for name, answer in zip(names, answers, strict=True) if isinstance(answer, OutcomeUnknown)]
+    assert set(owner.got) <= set(unknown), "nothing that was carried out is said to be not applied"
+
+
+async def test_a_peer_that_was_not_spoken_to_for_long_takes_orders_as_ever(owner: Owner, peers: HttpPeers) -> None:
+    await peers.forward(owner.as_peer(), create("t1"))
+    for number in range(100):  # so many others that its line is let go
+        with pytest.raises(NotOwner):
+            await peers.forward(Peer(f"gone-{number}", "127.0.0.1:1", "?"), create(f"g{number}"))
+    await peers.forward(owner.as_peer(), create("t2"))
+    assert owner.got == ["t1", "t2"]
+
+
+# --- joining again -------------------------------------------------------------------------------
+
+
+async def test_a_peer_that_joined_again_under_a_new_id_takes_orders_at_once(owner: Owner, peers: HttpPeers) -> None:
+    """After a freeze an instance has a new id and a new secret, and its peers number their requests from 1 again."""
+    for number in range(50):
+        await peers.forward(owner.as_peer(), create(f"t{number}"))
+    owner.join_again("c")
+    assert isinstance(await peers.forward(owner.as_peer(), create("after")), Created)
+    assert await peers.status(owner.as_peer()) == STATUS
+    assert owner.got[-1] == "after"
+
+
+async def test_a_sender_that_joined_again_is_heard_and_so_is_its_next_id(owner: Owner) -> None:
+    name = "a"
+    peers = HttpPeers(lambda: name)
+    for name in ("a", "a2", "a3"):
+        assert isinstance(await peers.forward(owner.as_peer(), create(f"{name} 1")), Created)
+        assert isinstance(await peers.forward(owner.as_peer(), create(f"{name} 2")), Created)
+    await peers.close()
+    assert owner.got == ["a 1", "a 2", "a2 1", "a2 2", "a3 1", "a3 2"]
+
+
+async def test_an_order_that_a_peer_took_before_it_joined_again_is_unknown(owner: Owner, peers: HttpPeers) -> None:
+    """It is asked for under the id it was given to, and refused: it may have been carried out all the same."""
+    slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
+    while owner.requests < 2:
+        await asyncio.sleep(0.001)
+    owner.join_again("c")
+    with pytest.raises(OutcomeUnknown, match="this is instance c, not b"):
+        await slow
+    assert owner.got == ["slow"]
+
+
+async def test_an_order_is_unknown_if_a_copy_of_its_request_came_first(owner: Owner, peers: HttpPeers) -> None:
+    """Whoever listens on the network may send a copy and hold the request back: it is then refused as a replay."""
+    http = HttpClient()
+    body = encode(Orders("b", "a", 1, [create("t1")]))
+    url, headers = f"http://127.0.0.1:{owner.port}{ORDERS_PATH}", {SIGNATURE: sign("the secret", body)}
+    await http.request("POST", url, headers, body, timeout_ms=5_000)
+    with pytest.raises(OutcomeUnknown, match="replayed request number"):
+        await peers.forward(owner.as_peer(), create("t1"))
+    assert isinstance(await peers.forward(owner.as_peer(), create("t2")), Created)
+    await http.close()
+
+
+# --- sent, and then? -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Response(500, b"Internal Server Error"),
+        Response(200, b"not what instances say"),
+        Response(200, b""),
+        Response(200, encode(Answers([]))),
+        Response(200, encode(Answers([Reply(error="NotOwner"), Reply(error="NotOwner")]))),
+    ],
+    ids=["500", "unreadable", "empty", "too few replies", "too many replies"],
+)
+async def test_an_order_that_was_carried_out_is_unknown_whatever_is_said_of_it(
+    owner: Owner, peers: HttpPeers, said: Response
+) -> None:
+    owner.said_instead = said
+    with pytest.raises(OutcomeUnknown):
+        await peers.forward(owner.as_peer(), create("t1"))
+    assert owner.got == ["t1"]
+
+
+async def test_an_order_whose_kept_connection_breaks_is_unknown_though_nobody_listens_any_more(
+    peers: HttpPeers,
+) -> None:
+    """The first connection broke after the order was sent on it; that the second is refused proves nothing."""
+
+    async def one_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await server.read_request(reader)
+        writer.write(ok(encode(Answers([reply_of(Verdict.CANCELLED)]))))
+        await server.read_request(reader)
+        listening.close()
+
+    server = Server(one_answer)
+    listening = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+    peer = Peer("b", f"127.0.0.1:{listening.sockets[0].getsockname()[1]}", "the secret")
+    await peers.forward(peer, delete("t1"))
+    with pytest.raises(OutcomeUnknown):
+        await peers.forward(peer, delete("t2"))
+    await server.stop()
+    assert (len(server.requests), server.connections) == (2, 1)
+
+
+async def test_an_order_whose_kept_connection_breaks_is_not_sent_on_another(peers: HttpPeers) -> None:
+    async def one_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await server.read_request(reader)
+        writer.write(ok(encode(Answers([reply_of(Verdict.CANCELLED)]))))
+        await server.read_request(reader)
+
+    async with serving(one_answer) as server:
+        peer = Peer("b", f"127.0.0.1:{server.port}", "the secret")
+        await peers.forward(peer, delete("t1"))
+        with pytest.raises(OutcomeUnknown, match="broke before the answer"):
+            await peers.forward(peer, delete("t2"))
+    assert (len(server.requests), server.connections) == (2, 2)
+
+
+def ok(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+
+async def test_closing_breaks_off_what_is_under_way_and_sends_nothing_more(owner: Owner, peers: HttpPeers) -> None:
+    slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
+    while not owner.requests:
+        await asyncio.sleep(0.001)
+    await peers.close()
+    with pytest.raises(OutcomeUnknown):
+        await slow
+    with pytest.raises(NotOwner, match="closed"):
+        await peers.forward(owner.as_peer(), create("late"))
+    assert owner.got == ["slow"]
+
+
+async def test_an_address_that_is_none_means_not_sent(peers: HttpPeers) -> None:
+    wrong = Peer("b", "not an address", "the secret")
+    with pytest.raises(NotOwner, match="the address 'not an address'"):
+        await peers.forward(wrong, create("t1"))
+    with pytest.raises(Unserved, match="the address 'not an address'"):
+        await peers.status(wrong)
+
+
+# --- what the operator is told -------------------------------------------------------------------
+
+
+async def test_a_refused_request_is_logged_on_both_sides_with_both_ids_and_not_again_and_again(
+    owner: Owner, peers: HttpPeers, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = owner.as_peer()
+    owner.secret = "another"
+    for number in range(5):
+        with pytest.raises(NotOwner):
+            await peers.forward(peer, create(f"t{number}"))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == [
+        "refused a request from instance 'a' to instance 'b': not signed with this instance's secret",
+        f"requests of this instance (a) to instance b at 127.0.0.1:{owner.port} fail: "
+        "HTTP 401: not signed with this instance's secret",
+    ]
+    caplog.clear()
+    owner.secret = peer.secret
+    with caplog.at_level("INFO"):
+        await peers.forward(owner.as_peer(), create("t9"))
+        await peers.forward(owner.as_peer(), create("t10"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"instance b at 127.0.0.1:{owner.port} answers requests again"
+    ]
+
+
+async def test_refusals_of_many_peers_are_not_remembered_for_ever(
+    owner: Owner, peers: HttpPeers, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(200):
+        with pytest.raises(Unserved):
+            await peers.status(replace(owner.as_peer(), instance_id=f"gone-{number}"))
+    assert len(peers._refusals) <= 64

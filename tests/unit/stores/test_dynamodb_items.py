@@ -1,0 +1,71 @@
+"""Items of DynamoDB: their keys order as timers do, and what goes in comes out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from duetime.domain.instants import LATEST_MS
+from duetime.domain.timer import Extras, Position, Reached, TimerKey
+from duetime.stores.dynamodb import rows as items
+from duetime.testing import make_reached, make_timer
+
+HALVES = st.integers(-(1 << 63), (1 << 63) - 1) | st.sampled_from([-(1 << 63), -1, 0, 1, (1 << 63) - 1])
+POSITIONS = st.builds(Position, st.integers(-1, LATEST_MS), HALVES, HALVES)
+NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=8)
+ENDS = st.builds(
+    lambda generation, occurrence, at_ms, purge_at_ms: make_reached(
+        make_timer("t", generation=generation, extras=Extras(occurrence=occurrence)),
+        reached_at_ms=at_ms,
+        purge_at_ms=purge_at_ms,
+    ),
+    st.integers(1, (1 << 63) - 1) | st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(0, 5),
+    st.integers(0, 5),
+)
+
+
+@given(POSITIONS, POSITIONS)
+def test_positions_order_as_bytes(one: Position, two: Position) -> None:
+    first, second = (items.position_bytes(items.TIMER, position) for position in (one, two))
+    assert (first < second) == (one < two)
+    assert (items.after(items.TIMER, one) <= second) == (one < two), "the bound behind a position is exclusive"
+    assert (second <= items.up_to(items.TIMER, one.execute_at_ms)) == (two.execute_at_ms <= one.execute_at_ms)
+    assert (second <= items.before(items.TIMER, one.execute_at_ms)) == (two.execute_at_ms < one.execute_at_ms)
+
+
+@given(POSITIONS, POSITIONS)
+def test_ended_ones_stand_behind_all_timers(one: Position, two: Position) -> None:
+    assert items.after(items.TIMER, one) < items.position_bytes(items.REACHED, two)
+
+
+@given(ENDS, ENDS)
+def test_of_the_ends_of_a_timer_the_newest_is_last_and_the_timer_behind_them(one: Reached, two: Reached) -> None:
+    ages = [(end.timer.generation, end.reached_at_ms, end.position) for end in (one, two)]
+    keys = [items.reached_key(end) for end in (one, two)]
+    assert (keys[0] < keys[1]) == (ages[0] < ages[1])
+    assert max(keys) < items.timer_key(one.timer.key)
+
+
+@given(st.builds(TimerKey, NAMES, NAMES), st.builds(TimerKey, NAMES, NAMES))
+def test_no_timer_is_among_the_ends_of_another(one: TimerKey, two: TimerKey) -> None:
+    assert items.timer_key(one).startswith(items.ends_of(two)) == (one == two)
+    assert len(items.timer_key(one)) <= 1_024
+
+
+def test_the_longest_names_fit_a_key() -> None:
+    timer = make_timer("x" * 255, namespace="n" * 255)
+    assert len(items.reached_key(make_reached(timer))) <= 1_024
+
+
+def test_a_payload_is_stored_as_it_is_beside_the_row() -> None:
+    timer = make_timer(payload='{"a": "\\"quoted\\""}')
+    item = items.timer_item(3, timer)
+    assert item["timer_payload"] == {"S": timer.payload}
+    assert "quoted" not in item["timer_row"]["S"]
+    assert (items.timer_of_item(item), items.position_of(item)) == (timer, timer.position)
+    assert items.is_timer(item)
+    reached = make_reached(timer)
+    assert items.reached_of_item(items.reached_item(3, reached)) == reached
+    assert not items.is_timer(items.reached_item(3, reached))

@@ -1,0 +1,283 @@
+"""Lists over shards are merged in order, look at a bounded number of rows, and end only where every shard has ended."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from duetime.domain.timer import BEFORE_ALL, Ending, Extras, Position, Reached, Timer, shard_of, uuid_of
+from duetime.store import Listing, ListQuery
+from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Item, Piece, Scan, matches, merged
+from duetime.stores.rows import LARGEST, LAST_MS
+
+SHARDS = 4
+
+
+def timer(number: int, at_ms: int | None = None, **fields: Any) -> Timer:
+    timer_id = fields.pop("timer_id", f"t{number}")
+    namespace = fields.pop("namespace", "ours")
+    high, low = uuid_of(namespace, timer_id)
+    at_ms = 1_000 + number if at_ms is None else at_ms
+    return Timer(
+        namespace=namespace,
+        timer_id=timer_id,
+        uuid_high=high,
+        uuid_low=low,
+        generation=1,
+        execute_at_ms=at_ms,
+        scheduled_at_ms=at_ms,
+        created_at_ms=0,
+        callback_url="http://shop.test",
+        **fields,
+    )
+
+
+def reached(number: int, ending: Ending = Ending.DELIVERED, **fields: Any) -> Reached:
+    return Reached(timer=timer(number, **fields), ending=ending, reached_at_ms=5, purge_at_ms=9_000 + number)
+
+
+class Database:
+    """Rows by shard. Answers at most `most` rows at a time, and says that a scan ended only when asked behind the end
+    if `late` is set: both are allowed."""
+
+    def __init__(
+        self, rows: Sequence[Timer | Reached], *, shards: int = SHARDS, most: int = 10_000, late: bool = False
+    ):
+        self.most, self.late = most, late
+        self.calls: list[list[Scan]] = []
+        self.rows_read = 0
+        self.shards: list[list[Timer | Reached]] = [[] for _ in range(shards)]
+        for row in sorted(rows, key=lambda row: row.position):
+            timer_id = row.timer_id if isinstance(row, Timer) else row.timer.timer_id
+            self.shards[shard_of(timer_id, shards)].append(row)
+        self.query = ListQuery(namespace="ours", num_shards=shards)
+
+    async def page(self, **fields: Any) -> Listing:
+        self.query = replace(self.query, **fields)
+        self.calls.clear()
+        self.rows_read = 0
+        return await merged(self.query, self.fetch)
+
+    async def fetch(self, scans: Sequence[Scan]) -> list[Piece]:
+        self.calls.append(list(scans))
+        return [self._piece(scan, self.shards[scan.shard_id]) for scan in scans]
+
+    def _piece(self, scan: Scan, rows: list[Timer | Reached]) -> Piece:
+        start = bisect_right(rows, scan.after, key=lambda row: row.position)
+        end = bisect_right(rows, scan.until_ms, key=lambda row: row.position.execute_at_ms)
+        page = rows[start : min(end, start + scan.count, start + self.most)]
+        self.rows_read += len(page)
+        items: list[Item] = [(row.position, row if matches(self.query, row) else None) for row in page]
+        return Piece(items, not page if self.late else start + len(page) >= end)
+
+    async def walk(self, **fields: Any) -> list[Any]:
+        """All pages, one after the other."""
+        found: list[Any] = []
+        after = BEFORE_ALL
+        while True:
+            listing = await self.page(after=after, **fields)
+            found_here = [*listing.timers, *listing.reached]
+            assert len(found_here) <= self.query.limit
+            found += found_here
+            if listing.next is None:
+                return found
+            assert listing.next > after
+            after = listing.next
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 100])
+@pytest.mark.parametrize(("most", "late"), [(10_000, False), (10_000, True), (3, False), (1, True)])
+async def test_all_pages_together_are_everything_in_order(limit: int, most: int, late: bool) -> None:
+    timers = [timer(n, at_ms=1_000 + n // 3) for n in range(60)]
+    database = Database(timers, most=most, late=late)
+    assert await database.walk(limit=limit) == sorted(timers, key=lambda row: row.position)
+
+
+async def test_a_page_of_just_the_limit_with_nothing_behind_it_is_the_last_one() -> None:
+    database = Database([timer(n) for n in range(10)])
+    whole = await database.page(limit=10)
+    assert len(whole.timers) == 10
+    assert whole.next is None
+    shorter = await database.page(limit=9)
+    assert len(shorter.timers) == 9
+    assert shorter.next == timer(8).position
+
+
+async def test_where_nothing_is_stored_the_answer_is_empty_and_the_end() -> None:
+    database = Database([])
+    listing = await database.page(limit=5)
+    assert (listing.timers, listing.reached, listing.next) == ([], (), None)
+    assert len(database.calls) == 1
+
+
+async def test_reached_timers_are_told_apart_by_their_ending_and_bounded_by_the_time_asked_for() -> None:
+    rows = [reached(n, Ending.FAILED if n % 2 else Ending.DELIVERED) for n in range(20)]
+    database = Database(rows)
+    assert await database.walk(limit=3, endings=frozenset({Ending.FAILED})) == rows[1::2]
+    both = frozenset({Ending.FAILED, Ending.DELIVERED})
+    due = {"due_from_ms": 1_005, "due_until_ms": 1_008}  # their purge times are far from these
+    assert await database.walk(limit=3, endings=both, **due) == rows[5:8]
+    assert {scan.until_ms for scan in database.calls[0]} == {LAST_MS}
+    listing = await database.page(after=BEFORE_ALL)
+    assert (listing.reached, listing.timers) == (rows[5:8], ())
+
+
+async def test_the_due_range_of_scheduled_timers_bounds_what_is_read() -> None:
+    timers = [timer(n) for n in range(100)]
+    database = Database(timers)
+    listing = await database.page(limit=100, due_from_ms=1_040, due_until_ms=1_050)
+    assert listing.timers == timers[40:50]
+    assert listing.next is None
+    assert database.rows_read == 10
+    for scan in database.calls[0]:
+        assert (scan.after, scan.until_ms) == (Position(1_039, LARGEST, LARGEST), 1_049)
+    resumed = await database.page(limit=100, after=timers[45].position)
+    assert resumed.timers == timers[46:50]
+    assert all(scan.after == timers[45].position for scan in database.calls[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"namespace": "theirs"}, [0]),
+        ({"id_prefix": "order"}, [1]),
+        ({"tag": "vip"}, [2]),
+        ({"correlation_id": "c"}, [3]),
+        ({"due_from_ms": 1_004}, [4]),
+        ({"due_until_ms": 1_002}, [1]),
+        ({}, [1, 2, 3, 4]),
+    ],
+)
+async def test_each_filter_keeps_what_it_names(fields: dict[str, Any], expected: list[int]) -> None:
+    timers = [
+        timer(0, namespace="theirs"),
+        timer(1, timer_id="order-1"),
+        timer(2, extras=Extras(tags=("a", "vip"))),
+        timer(3, correlation_id="c"),
+        timer(4),
+    ]
+    rows = [Reached(timer=each, ending=Ending.FAILED, reached_at_ms=5, purge_at_ms=9_000) for each in timers]
+    query = ListQuery(num_shards=SHARDS, endings=frozenset({Ending.FAILED}), **{"namespace": "ours", **fields})
+    assert [number for number, each in enumerate(timers) if matches(query, each)] == expected
+    assert [number for number, row in enumerate(rows) if matches(query, row)] == expected
+    assert not any(matches(replace(query, endings=frozenset({Ending.SKIPPED})), row) for row in rows)
+
+
+async def test_one_call_looks_at_a_bounded_number_of_rows_and_says_where_to_go_on() -> None:
+    others = [timer(n, namespace="theirs") for n in range(LIST_ROWS_MAX * 2)]
+    ours = timer(LIST_ROWS_MAX * 2)
+    database = Database([*others, ours], shards=2)
+    first = await database.page(limit=10)
+    assert first.timers == []
+    assert first.next is not None
+    assert LIST_ROWS_MAX <= database.rows_read <= LIST_ROWS_MAX + 2 * LIST_PAGE_MAX
+    assert await database.walk(limit=10) == [ours]
+
+
+async def test_a_call_goes_on_until_something_is_in_order_however_many_rows_that_takes() -> None:
+    """The first pages of many shards alone are more than the bound: the call must still get somewhere."""
+    shards = LIST_ROWS_MAX // 2 + 1
+    read: list[int] = []
+
+    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+        read.append(len(scans))
+        pieces = []
+        for scan in scans:
+            start = max(scan.after.execute_at_ms + 1, 0)
+            items: list[Item] = [(Position(at, scan.shard_id, 0), None) for at in range(start, min(start + 2, 4))]
+            pieces.append(Piece(items, start + 2 >= 4))
+        return pieces
+
+    listing = await merged(ListQuery(namespace="ours", num_shards=shards, limit=10), fetch)
+    assert read[0] == shards
+    assert listing.next is not None
+    assert listing.next >= Position(1, 0, 0)
+
+
+class Script:
+    """Answers each scan of a shard with the next of the pieces written for it: (how many rows, whether it ended)."""
+
+    def __init__(self, **pieces: list[tuple[int, bool]]) -> None:
+        self.pieces = [list(each) for each in pieces.values()]
+        self.at = 0
+        self.calls = 0
+
+    async def page(self, limit: int = 10) -> Listing:
+        return await merged(ListQuery(namespace="ours", num_shards=len(self.pieces), limit=limit), self.fetch)
+
+    async def fetch(self, scans: Sequence[Scan]) -> list[Piece]:
+        self.calls += 1
+        return [self._piece(scan, *self.pieces[scan.shard_id].pop(0)) for scan in scans]
+
+    def _piece(self, scan: Scan, count: int, ended: bool) -> Piece:
+        first = max(scan.after.execute_at_ms, 0) + 1
+        return Piece([(Position(at, scan.shard_id, 0), None) for at in range(first, first + count)], ended)
+
+
+async def test_a_piece_that_is_empty_but_not_the_end_is_read_on_and_nothing_overtakes_it() -> None:
+    script = Script(zero=[(3, True)], one=[(0, False), (2, True)])
+    listing = await script.page()
+    assert (listing.next, script.calls) == (None, 2)
+    order = Script(zero=[(3, False), (0, True)], one=[(0, False), (0, False), (2, True)])
+    assert (await order.page()).next is None
+
+
+async def test_a_call_that_has_merged_nothing_yet_goes_on_whatever_it_has_read() -> None:
+    script = Script(zero=[(LIST_ROWS_MAX, False)], one=[(0, False), (1, False)])
+    listing = await script.page()
+    assert script.calls == 2
+    assert listing.next == Position(1, 1, 0)
+
+
+async def test_where_all_shards_have_ended_nothing_is_behind_however_many_rows_were_read() -> None:
+    script = Script(zero=[(LIST_ROWS_MAX + 5, True)])
+    assert (await script.page()).next is None
+
+
+@pytest.mark.parametrize(("read", "calls"), [(LIST_ROWS_MAX - 1, 2), (LIST_ROWS_MAX, 1)])
+async def test_the_bound_is_on_the_rows_that_were_read(read: int, calls: int) -> None:
+    script = Script(zero=[(read, False), (0, True)])
+    listing = await script.page()
+    assert script.calls == calls
+    assert listing.next == (Position(read, 0, 0) if calls == 1 else None)
+
+
+async def test_pages_start_small_for_many_shards_and_grow_to_their_largest() -> None:
+    database = Database([timer(n, namespace="theirs") for n in range(4_000)])
+    await database.page(limit=10)
+    assert {scan.count for scan in database.calls[0]} == {2 + 10 * 2 // SHARDS}
+    counts = [max(scan.count for scan in scans) for scans in database.calls]
+    assert counts[:3] == [7, 14, 28]
+    assert max(counts) == LIST_PAGE_MAX
+    await database.page(limit=10_000)
+    assert {scan.count for scan in database.calls[0]} == {LIST_PAGE_MAX}
+
+
+async def test_shards_about_to_run_out_are_read_together_and_those_that_ended_never_again() -> None:
+    database = Database([timer(n) for n in range(400)])
+    await database.page(limit=400)
+    scans = [scan for call in database.calls for scan in call]
+    assert len(database.calls) <= 3
+    assert len({(scan.shard_id, scan.after) for scan in scans}) == len(scans)
+    few = Database([timer(n) for n in range(4)], shards=1)
+    await few.page(limit=400)
+    assert len(few.calls) == 1
+
+
+async def test_with_an_index_over_all_shards_one_scan_is_enough() -> None:
+    timers = [timer(n) for n in range(30)]
+    database = Database(timers, shards=1)
+    scans: list[Scan] = []
+
+    async def fetch(wanted: Sequence[Scan]) -> list[Piece]:
+        scans.extend(wanted)
+        return await database.fetch([replace(scan, shard_id=0) for scan in wanted])
+
+    listing = await merged(ListQuery(namespace="ours", num_shards=SHARDS, limit=10), fetch, in_one_scan=True)
+    assert listing.timers == timers[:10]
+    assert listing.next == timers[9].position
+    assert [(scan.shard_id, scan.count) for scan in scans] == [(SHARDS, 11)]

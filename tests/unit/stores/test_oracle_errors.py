@@ -1,0 +1,227 @@
+"""What Oracle's errors mean: nothing was applied, or nobody knows. And a connection that is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from typing import Any, cast
+
+import oracledb
+import pytest
+from oracledb import errors as driver
+
+from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
+from duetime.stores.oracle.connection import (
+    DRIVER_MAY_HAVE_COMMITTED,
+    MAY_HAVE_COMMITTED,
+    Line,
+    Link,
+    address_of,
+    connect,
+    setup_error,
+    store_error,
+)
+from duetime.stores.sessions import Again
+
+ADDRESS = address_of("oracle://me:secret@db.example/timers")
+
+
+def _raised(code: int) -> Exception:
+    """As the driver raises what the server says."""
+    said = driver._Error(f"ORA-{code:05}: words of the server", code=code)
+    return cast(Exception, said.exc_type(said))
+
+
+def _by_the_driver(number: int) -> Exception:
+    return driver._create_exception(number)
+
+
+def test_every_error_of_the_server_that_the_driver_knows_is_listed() -> None:
+    known = {
+        *driver.ERR_INTEGRITY_ERROR_CODES,
+        *driver.ERR_INTERFACE_ERROR_CODES,
+        *driver.ERR_OPERATIONAL_ERROR_CODES,
+        *driver.ERR_RECOVERABLE_ERROR_CODES,
+        *driver.ERR_ORACLE_ERROR_XREF,
+    }
+    assert len(known) > 50
+    assert known <= set(MAY_HAVE_COMMITTED)
+
+
+def test_every_kind_of_error_of_the_driver_is_listed() -> None:
+    assert set(driver.ERR_EXCEPTION_TYPES) == {number for number in DRIVER_MAY_HAVE_COMMITTED if number < 1_000}
+    assert {number for number in DRIVER_MAY_HAVE_COMMITTED if number >= 1_000} <= set(driver.ERR_MESSAGE_FORMATS)
+
+
+def test_whatever_ends_a_connection_leaves_the_outcome_unknown() -> None:
+    closing = [code for code, to in driver.ERR_ORACLE_ERROR_XREF.items() if to == driver.ERR_CONNECTION_CLOSED]
+    assert 3113 in closing
+    for code in closing:
+        assert isinstance(store_error(_raised(code), writing=True), OutcomeUnknown), code
+
+
+@pytest.mark.parametrize("code", [28, 600, 603, 1013, 1089, 1092, 1591, 2050, 2054, 3113, 3135, 7445, 12571, 25408])
+def test_these_may_come_after_the_commit(code: int) -> None:
+    assert isinstance(store_error(_raised(code), writing=True), OutcomeUnknown)
+
+
+@pytest.mark.parametrize("code", [1, 54, 60, 942, 1031, 1034, 1400, 1653, 2091, 8177, 12541, 12899, 16000, 30036])
+def test_a_statement_that_was_answered_with_these_was_rolled_back(code: int) -> None:
+    assert isinstance(store_error(_raised(code), writing=True), StoreUnavailable)
+
+
+def test_a_deadlock_is_worth_another_try_and_too_many_sessions_a_pause() -> None:
+    assert isinstance(store_error(_raised(60), writing=True), Again)
+    assert isinstance(store_error(_raised(12519), writing=True), StoreThrottled)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (driver.ERR_NOT_CONNECTED, StoreUnavailable),
+        (driver.ERR_MISSING_BIND_VALUE, StoreUnavailable),
+        (driver.ERR_CONNECTION_FAILED, StoreUnavailable),
+        (driver.ERR_CONNECTION_CLOSED, OutcomeUnknown),
+        (driver.ERR_CALL_TIMEOUT_EXCEEDED, OutcomeUnknown),
+        (driver.ERR_UNEXPECTED_DATA, OutcomeUnknown),
+        (driver.ERR_MESSAGE_TYPE_UNKNOWN, OutcomeUnknown),
+    ],
+)
+def test_an_error_of_the_driver_itself_is_a_refusal_before_sending_or_nobody_knows(
+    number: int, kind: type[StoreError]
+) -> None:
+    assert isinstance(store_error(_by_the_driver(number), writing=True), kind)
+
+
+def test_a_read_is_never_in_doubt() -> None:
+    for code in MAY_HAVE_COMMITTED:
+        assert isinstance(store_error(_raised(code), writing=False), StoreUnavailable)
+    assert isinstance(store_error(OSError("x"), writing=False), StoreUnavailable)
+
+
+def test_what_nobody_listed_is_unknown_on_a_write() -> None:
+    for error in (_raised(4711), RuntimeError("x"), OSError("x"), TimeoutError("x"), ConnectionResetError("x")):
+        assert isinstance(store_error(error, writing=True), OutcomeUnknown)
+
+
+def test_the_server_is_heard_and_not_the_drivers_help_page() -> None:
+    said = store_error(_raised(3113), writing=True).detail
+    assert said == "oracle: the connection broke (ORA-03113: words of the server)"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (_raised(1017), "refuses the user or the password"),
+        (_raised(28000), "locked"),
+        (_raised(28001), "expired"),
+        (_raised(1045), "CREATE SESSION"),
+        (_raised(1031), "GRANT CREATE SESSION, CREATE TABLE"),
+        (_raised(1950), "QUOTA"),
+        (_raised(955), "another program"),
+        (_raised(12514), "knows no such service"),
+        (_raised(16000), "standby"),
+        (_by_the_driver(driver.ERR_SERVER_VERSION_NOT_SUPPORTED), "too old"),
+        (_by_the_driver(driver.ERR_INVALID_SERVICE_NAME), "knows no such service"),
+        (ssl.SSLCertVerificationError("x"), "TLS"),
+    ],
+)
+def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
+    said = setup_error(ADDRESS, error)
+    assert isinstance(said, SetupError)
+    assert says in said.detail
+    assert said.field == "store.url"
+    assert "secret" not in said.detail
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError("x"),
+        TimeoutError(),
+        _raised(1033),
+        _raised(1034),
+        _raised(12541),
+        _raised(12519),
+        _by_the_driver(driver.ERR_CONNECTION_FAILED),
+        _by_the_driver(driver.ERR_CONNECTION_CLOSED),
+    ],
+)
+def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
+    assert isinstance(setup_error(ADDRESS, error), StoreUnavailable)
+
+
+# --- connections ---------------------------------------------------------------------------------
+
+
+async def test_a_port_that_nobody_listens_on_is_a_server_that_is_away() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        line = Line(address_of(f"oracle://me:secret@127.0.0.1:{taken.getsockname()[1]}/test"), 1, 1.0, 1.0)
+        with pytest.raises(StoreUnavailable, match="cannot be reached") as caught:
+            await line.read(_nothing)
+        assert "secret" not in caught.value.detail
+        await line.close()
+
+
+async def test_a_server_that_says_nothing_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = address_of(f"oracle://me:secret@127.0.0.1:{silent.getsockname()[1]}/test")
+        with pytest.raises((TimeoutError, oracledb.Error)):
+            await connect(address, 0.3)
+
+
+async def _nothing(link: Link) -> None:
+    raise AssertionError("there is no connection")
+
+
+class _Connection:
+    """As much of a driver's connection as a link looks at."""
+
+    terminated = False
+
+    def is_healthy(self) -> bool:
+        return not self.terminated
+
+    def terminate(self) -> None:
+        self.terminated = True
+
+
+async def test_a_connection_that_is_given_up_is_not_waited_for_any_more() -> None:
+    connection = _Connection()
+    link = Link(cast(Any, connection), "history")
+    begun = asyncio.Event()
+    ended = asyncio.Event()
+
+    async def work(link: Link) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    waiting = asyncio.ensure_future(link.run(work))
+    await begun.wait()
+    link.terminate()
+    with pytest.raises(ConnectionAbortedError):
+        await waiting
+    await asyncio.wait_for(ended.wait(), 5)
+    assert link.is_closed
+    assert connection.terminated
+    link.terminate()  # once more changes nothing
+
+
+async def test_work_that_fails_or_succeeds_is_heard_as_it_is() -> None:
+    link = Link(cast(Any, _Connection()), "history")
+
+    async def succeeds(link: Link) -> str:
+        return link.history
+
+    async def fails(link: Link) -> None:
+        raise _raised(60)
+
+    assert await link.run(succeeds) == "history"
+    with pytest.raises(oracledb.DatabaseError, match="ORA-00060"):
+        await link.run(fails)
+    assert not link.is_closed

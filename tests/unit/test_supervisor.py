@@ -1,0 +1,487 @@
+"""Workers and addresses: what an instance says where it is, and a parent that keeps its processes running."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from duetime.app import App, _until_stop, own_address
+from duetime.config import Config, load_config, split_advertise
+from duetime.errors import SetupError
+from duetime.http.client import HttpClient
+from duetime.http.listeners import bind_sockets
+from duetime.stores.memory import MemoryStore
+from duetime.supervisor import pause_before_start_ms, run_workers
+from duetime.telemetry import log
+from duetime.testing.faulty import FaultyStore
+
+POSTGRES = "postgresql://nobody@127.0.0.1:1/nothing"
+
+
+def configured(**flags: Any) -> Config:
+    return load_config(environ={}, flags={path.replace("__", "."): value for path, value in flags.items()})
+
+
+def refusal(**flags: Any) -> str:
+    with pytest.raises(SetupError) as caught:
+        configured(**flags)
+    return str(caught.value)
+
+
+# --- the address an instance tells the others ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertised"),
+    [
+        ("127.0.0.1:8463", "127.0.0.1:9000"),
+        ("10.1.2.3:0", "10.1.2.3:9000"),
+        ("node-1.internal:8463", "node-1.internal:9000"),
+        ("[fd00::5]:8463", "[fd00::5]:9000"),
+    ],
+)
+def test_a_listener_with_a_host_is_reached_there_at_the_port_it_really_has(listen: str, advertised: str) -> None:
+    assert own_address(configured(server__listen=listen), 9000) == advertised
+
+
+def test_a_listener_on_all_addresses_is_reached_at_the_one_this_machine_would_send_from() -> None:
+    config = configured(server__listen="0.0.0.0:8463")
+    assert own_address(config, 9000, ways=[lambda _: "10.0.0.5", lambda _: "10.0.0.6"]) == "10.0.0.5:9000"
+    in_six = configured(server__listen="[::]:8463")
+    assert own_address(in_six, 9000, ways=[lambda _: "fd00::5"]) == "[fd00::5]:9000"
+
+
+def test_without_a_route_it_is_the_address_of_the_hosts_name() -> None:
+    def no_route(_: socket.AddressFamily) -> str:
+        raise OSError("Network is unreachable")
+
+    config = configured(server__listen="0.0.0.0:8463")
+    assert own_address(config, 9000, ways=[no_route, lambda _: "10.0.0.6"]) == "10.0.0.6:9000"
+
+
+def test_without_any_address_it_is_loopback_and_the_log_says_what_to_do(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = [lambda _: "127.0.1.1", lambda _: "169.254.3.3", lambda _: "0.0.0.0"]
+    caplog.set_level("WARNING", "duetime")
+    monkeypatch.setattr(log, "propagate", True)
+    assert own_address(configured(server__listen="0.0.0.0:8463"), 9000, ways=ways) == "127.0.0.1:9000"
+    assert own_address(configured(server__listen="[::]:8463"), 9000, ways=[]) == "[::1]:9000"
+    assert caplog.text.count("Set cluster.advertise") == 2
+
+
+def test_the_address_found_for_this_machine_is_one_of_its_own() -> None:
+    address = own_address(configured(server__listen="0.0.0.0:8463"), 9000)
+    with socket.socket() as probe:
+        probe.bind((address.rpartition(":")[0], 0))
+
+
+@pytest.mark.parametrize(
+    ("advertise", "advertised"),
+    [
+        ("shop.example:80", "shop.example:80"),
+        ("10.0.0.5", "10.0.0.5:9000"),
+        ("[fd00::5]:80", "[fd00::5]:80"),
+        ("[fd00::5]", "[fd00::5]:9000"),
+        ("fd00::5", "[fd00::5]:9000"),
+    ],
+)
+def test_what_is_configured_wins_and_a_host_alone_gets_the_port(advertise: str, advertised: str) -> None:
+    config = configured(server__listen="0.0.0.0:8463", cluster__advertise=advertise)
+    assert own_address(config, 9000) == advertised
+
+
+def test_the_ports_of_workers_follow_the_one_that_is_advertised() -> None:
+    config = configured(server__workers=3, cluster__worker_ports=7000, cluster__advertise="shop.example:80")
+    assert [own_address(config, 7000, worker=number) for number in (1, 2, 3)] == [
+        "shop.example:80",
+        "shop.example:81",
+        "shop.example:82",
+    ]
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "advertise",
+    [
+        *("http://shop.example:80", "shop.example:", ":80", "shop.example:0", "shop.example:65536", "a b:80", "-:80"),
+        *("0.0.0.0:80", "[::]:80", "::", "[fd00::5:80", "[shop.example]:80", "shop/:80", "fd00::5::1"),
+    ],
+)
+def test_an_address_nobody_can_use_is_refused_by_its_name(advertise: str) -> None:
+    assert "cluster.advertise must be an address others can reach" in refusal(cluster__advertise=advertise)
+    with pytest.raises(ValueError):
+        split_advertise(advertise)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"server__workers": 0}, "server.workers"),
+        ({"cluster__worker_ports": 65_536}, "cluster.worker_ports"),
+        ({"cluster__worker_ports": -1}, "cluster.worker_ports"),
+        ({"server__workers": 2, "cluster__worker_ports": 65_535}, "cluster.worker_ports must leave room for 2"),
+        ({"server__workers": 4, "cluster__worker_ports": 8460}, "cluster.worker_ports must be other ports"),
+        ({"server__workers": 2, "cluster__advertise": "a:80"}, "cluster.advertise must be a host without a port"),
+        (
+            {"server__workers": 2, "cluster__worker_ports": 7000, "cluster__advertise": "a:65535"},
+            "cluster.advertise must leave room for 2",
+        ),
+    ],
+)
+def test_settings_of_the_cluster_that_cannot_work_are_named(flags: dict[str, Any], says: str) -> None:
+    assert says in refusal(**flags)
+
+
+def test_ports_of_workers_mean_nothing_to_an_instance_that_has_none() -> None:
+    assert configured(cluster__worker_ports=65_535, cluster__advertise="a:80").server.workers == 1
+
+
+@pytest.mark.parametrize(("url", "name"), [("sqlite:///timers.db", "sqlite"), ("memory://", "memory")])
+def test_several_workers_on_a_store_for_one_process_are_refused(url: str, name: str) -> None:
+    with pytest.raises(SetupError, match=f"server.workers is 2, but a {name} store .* Use a database"):
+        run_workers(configured(server__workers=2, store__url=url, server__listen="127.0.0.1:0"))
+
+
+def test_several_workers_on_a_system_that_cannot_share_an_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(socket, "SO_REUSEPORT")
+    with pytest.raises(SetupError, match=r"server.workers is 2, but on this system .*SO_REUSEPORT"):
+        run_workers(configured(server__workers=2, store__url=POSTGRES, server__listen="127.0.0.1:0"))
+
+
+@pytest.fixture
+def never_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a worker was started"))
+
+
+@pytest.mark.usefixtures("never_forks")
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_busy_address_is_said_before_any_worker_is_started(shares: bool) -> None:
+    """Also if its holder would share it: another Duetime with workers does."""
+    (taken,) = bind_sockets("127.0.0.1", 0, reuse_port=shares)
+    with taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SetupError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            run_workers(configured(server__workers=2, store__url=POSTGRES, server__listen=f"127.0.0.1:{port}"))
+
+
+@pytest.mark.usefixtures("never_forks")
+def test_a_busy_port_of_a_worker_is_said_before_any_worker_is_started() -> None:
+    (taken,) = bind_sockets("127.0.0.1", 0)
+    with taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        ports = {"server__listen": "127.0.0.1:0", "cluster__worker_ports": port}
+        with pytest.raises(SetupError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            run_workers(configured(server__workers=2, store__url=POSTGRES, **ports))
+
+
+# --- an instance that starts ---------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def starting(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An instance whose store takes its time, and what makes it go on."""
+    store = FaultyStore(MemoryStore())
+    may_go_on = store.hold("migrate")
+    monkeypatch.setattr("duetime.app.open_store", lambda url: store)
+    app = App(configured(server__listen="127.0.0.1:0"))
+    start = asyncio.ensure_future(app.start())
+    while not store.calls["migrate"]:
+        await asyncio.sleep(0)
+    http = HttpClient()
+    try:
+        yield app, http, may_go_on, start
+    finally:
+        may_go_on.set()
+        await start
+        await http.close()
+        await app.stop()
+
+
+async def test_requests_get_503_until_the_engine_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with starting(monkeypatch) as (app, http, may_go_on, start):
+        url = f"http://127.0.0.1:{app.address[1]}"
+        alive = await http.request("GET", f"{url}/healthz", timeout_ms=5_000)
+        ready = await http.request("GET", f"{url}/readyz", timeout_ms=5_000)
+        created = await http.request("POST", f"{url}/api/v1/timers/create", {}, b"{}", timeout_ms=5_000)
+        assert (alive.status, ready.status, ready.body) == (200, 503, b"not ready: starting\n")
+        assert created.status == 503
+        assert b'"not_applied"' in created.body
+        may_go_on.set()
+        await start
+        ready = await http.request("GET", f"{url}/readyz", timeout_ms=5_000)
+        assert ready.status == 200
+
+
+async def test_two_instances_that_start_at_once_on_an_empty_store_both_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find no namespace `default`, and both set out to make it."""
+    store = FaultyStore(MemoryStore())
+    may_go_on = store.hold("put_namespace")
+    monkeypatch.setattr("duetime.app.open_store", lambda url: store)
+    apps = [App(configured(server__listen="127.0.0.1:0", engine__heartbeat_interval="50ms")) for _ in range(2)]
+    starts = [asyncio.ensure_future(app.start()) for app in apps]
+    while store.calls["put_namespace"] < 2:
+        await asyncio.sleep(0)
+    may_go_on.set()
+    await asyncio.gather(*starts)
+    for app in apps:
+        await app.stop()
+
+
+async def test_the_member_row_has_the_port_that_was_bound() -> None:
+    app = App(configured(server__listen="127.0.0.1:0", store__url="memory://"))
+    await app.start()
+    try:
+        assert app.advertised == f"127.0.0.1:{app.address[1]}"
+        assert app.address[1] != 0
+        http = HttpClient()
+        url = f"http://127.0.0.1:{app.address[1]}/api/v1/cluster/status"
+        status = await http.request("POST", url, {"content-type": "application/json"}, b"{}", timeout_ms=5_000)
+        await http.close()
+        assert f'"{app.advertised}"'.encode() in status.body
+    finally:
+        await app.stop()
+
+
+async def test_a_busy_port_is_said_before_the_store_is_touched(tmp_path: Path) -> None:
+    (taken,) = bind_sockets("127.0.0.1", 0)
+    with taken:
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(SetupError, match=f"cannot listen on {listen}: Address already in use"):
+            await App(configured(server__listen=listen, store__url=f"sqlite:///{tmp_path}/timers.db")).start()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_address_of_a_host_is_bound_at_one_port() -> None:
+    sockets = bind_sockets("localhost", 0)
+    assert len({sock.getsockname()[1] for sock in sockets}) == 1
+    for sock in sockets:
+        sock.close()
+
+
+# --- the parent ----------------------------------------------------------------------------------
+
+
+class Supervised:
+    """supervised.py, running; all that it and its workers print."""
+
+    def __init__(self, manner: str, folder: Path) -> None:
+        program = Path(__file__).with_name("supervised.py")
+        self.process = subprocess.Popen(
+            [sys.executable, program, manner, folder],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.said = ""
+
+    def says(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
+        """Waits until it has said so, so many times in all."""
+        assert self.process.stdout is not None
+        while len(found := list(re.finditer(pattern, self.said))) < count:
+            line = self.process.stdout.readline()
+            assert line, f"it ended and never said {pattern!r}, but:\n{self.said}"
+            self.said += line
+        return found
+
+    def pids(self) -> dict[int, int]:
+        """Of the first start of each worker."""
+        return {int(found[1]): int(found[2]) for found in self.says(r"worker (\d) is (\d+)", 2)[:2]}
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill_all(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        """The exit code; waits until no process is left that could print something."""
+        assert self.process.stdout is not None
+        self.said += self.process.stdout.read()
+        return self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    started: list[Supervised] = []
+
+    def begin(manner: str) -> Supervised:
+        started.append(Supervised(manner, tmp_path))
+        # A test that waits in vain is to fail, not to hang.
+        watchdog = threading.Timer(30, started[-1].kill_all)
+        watchdog.daemon = True
+        watchdog.start()
+        watchdogs.append(watchdog)
+        return started[-1]
+
+    watchdogs: list[threading.Timer] = []
+    yield begin
+    for watchdog in watchdogs:
+        watchdog.cancel()
+        watchdog.join()
+    for program in started:
+        program.kill_all()
+        program.process.wait()
+        assert program.process.stdout is not None
+        program.process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_drains_all_workers_at_the_same_time(start: Any, number: signal.Signals) -> None:
+    program = start("together")
+    program.says("all ready")
+    program.signal(number)
+    assert program.end() == 0
+    assert program.said.count("drained") == 2
+    assert program.said.count("all ready") == 1
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_counts_once(start: Any) -> None:
+    program = start("together")
+    program.says("all ready")
+    os.killpg(program.process.pid, signal.SIGINT)
+    assert program.end() == 0
+    assert program.said.count("drained") == 2
+
+
+def test_a_second_signal_kills_them(start: Any) -> None:
+    program = start("deaf")
+    program.says("all ready")
+    program.signal(signal.SIGTERM)
+    program.says("stopping the workers")
+    while program.process.poll() is None:  # as people do it
+        program.signal(signal.SIGINT)
+        time.sleep(0.01)
+    assert program.end() == 1
+    assert "asked twice: ending at once" in program.said
+
+
+def test_one_signal_that_comes_from_two_sides_at_once_counts_once(start: Any) -> None:
+    program = start("together")
+    program.says("all ready")
+    program.signal(signal.SIGTERM)
+    program.signal(signal.SIGINT)
+    assert program.end() == 0
+    assert program.said.count("drained") == 2
+
+
+def test_a_worker_that_is_killed_is_started_again_and_the_other_left_alone(start: Any) -> None:
+    program = start("serve")
+    program.says("all ready")
+    pids = program.pids()
+    os.kill(pids[2], signal.SIGKILL)
+    program.says(rf"worker 2 \(pid {pids[2]}\) was killed by SIGKILL; starting it again in 0.2 s")
+    program.says("worker 2 is ready", 2)
+    program.signal(signal.SIGTERM)
+    assert program.end() == 0
+    assert [program.said.count(f"worker {number} is ready") for number in (1, 2)] == [1, 2]
+
+
+def test_a_worker_that_ends_again_and_again_is_started_less_and_less_often(start: Any) -> None:
+    program = start("crash")
+    for pause in ("0.2", "0.4", "0.8"):
+        program.says(rf"worker 1 \(pid \d+\) ended with exit code 3; starting it again in {pause} s")
+    program.signal(signal.SIGTERM)
+    program.end()
+
+
+def test_pauses_grow_up_to_a_bound_and_begin_anew_after_good_times() -> None:
+    pauses, pause_ms = [], 0
+    for _ in range(7):
+        pause_ms = pause_before_start_ms(pause_ms, served_ms=9_999)
+        pauses.append(pause_ms)
+    assert pauses == [200, 400, 800, 1_600, 3_200, 5_000, 5_000]
+    assert pause_before_start_ms(5_000, served_ms=10_000) == 200
+
+
+def test_a_worker_that_breaks_says_where_and_is_started_again(start: Any) -> None:
+    program = start("break")
+    program.says("RuntimeError: a bug")
+    program.says("ended with exit code 1; starting it again in 0.4 s")
+    program.signal(signal.SIGTERM)
+    program.end()
+
+
+@pytest.mark.parametrize("manner", ["refuse", "refuse-all"])
+def test_a_worker_that_cannot_start_ends_everything_and_its_reason_is_said_once(start: Any, manner: str) -> None:
+    program = start(manner)
+    assert program.end() == 2
+    assert program.said.count("the moon is in the wrong place") == 1
+    assert "refused: the moon is in the wrong place (store.url)" in program.said
+    assert program.said.count("drained") == (1 if manner == "refuse" else 0)
+
+
+def test_a_worker_that_could_start_once_is_started_again_whatever_it_says(start: Any) -> None:
+    program = start("late")
+    program.says("all ready")
+    os.kill(program.pids()[1], signal.SIGKILL)
+    program.says(r"worker 1 \(pid \d+\) ended: the moon is in the wrong place; starting it again in 0.4 s")
+    program.signal(signal.SIGTERM)
+    program.end()
+    assert program.said.count("drained") == 1
+
+
+def test_workers_drain_and_end_when_their_parent_is_killed(start: Any) -> None:
+    program = start("together")
+    program.says("all ready")
+    program.signal(signal.SIGKILL)
+    assert program.end() == -signal.SIGKILL
+    assert program.said.count("drained") == 2
+
+
+def test_workers_drain_also_if_one_was_started_again_before_the_parent_was_killed(start: Any) -> None:
+    """The later one must not hold the line of the earlier one open."""
+    program = start("together")
+    program.says("all ready")
+    os.kill(program.pids()[1], signal.SIGKILL)
+    program.says("worker 1 is ready", 2)
+    program.signal(signal.SIGKILL)
+    assert program.end() == -signal.SIGKILL
+    assert program.said.count("drained") == 2
+
+
+async def test_an_internal_error_in_the_engine_ends_the_process_with_an_error() -> None:
+    app = App(configured(server__listen="127.0.0.1:0", store__url="memory://"))
+    await app.start()
+    engine = app._engine
+    assert engine is not None
+
+    async def bug() -> None:
+        raise ZeroDivisionError("a bug")
+
+    stop = asyncio.Event()
+    serving = asyncio.ensure_future(_until_stop(app, stop))
+    await asyncio.sleep(0)
+    assert not serving.done()
+    engine._spawn(bug())
+    assert await serving == 1
+    await app.stop()
+
+
+async def test_a_process_that_is_told_to_stop_ends_without_an_error() -> None:
+    app = App(configured(server__listen="127.0.0.1:0", store__url="memory://"))
+    await app.start()
+    stop = asyncio.Event()
+    stop.set()
+    assert await _until_stop(app, stop) == 0
+    await app.stop()

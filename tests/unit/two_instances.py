@@ -1,0 +1,64 @@
+"""Two instances on one store, which forward commands to each other directly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from engine_world import World
+
+from duetime.cluster.forwarding import Forward, OrderAnswer, Peer
+from duetime.domain.status import InstanceStatus
+from duetime.domain.timer import shard_of
+from duetime.errors import DuetimeError
+from duetime.service.service import Service
+from duetime.stores.memory import MemoryStore
+from duetime.testing.virtual import VirtualClock, run_virtual
+
+
+class Wires:
+    """Peers that reach each other directly; every forward is kept."""
+
+    def __init__(self) -> None:
+        self.services: dict[str, Service] = {}
+        self.sent: list[tuple[str, Forward]] = []
+        self.failure: Callable[[], DuetimeError] | None = None  # instead of arriving
+
+    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
+        self.sent.append((peer.address, forward))
+        if self.failure is not None:
+            raise self.failure()
+        return await self.services[peer.address].take(forward)
+
+    async def status(self, peer: Peer) -> InstanceStatus:
+        return self.services[peer.address].instance_status()
+
+    async def close(self) -> None: ...
+
+
+def of_two(story: Callable[[World, World, Wires], Awaitable[None]]) -> None:
+    async def told(clock: VirtualClock) -> None:
+        wires, store = Wires(), MemoryStore(clock)
+        worlds: list[World] = []
+        for name in ("a", "b"):
+            world = World(clock, store)
+            if worlds:
+                world.new_instance()  # another seed than the first one's
+            world.engine.membership.address = name
+            world.service = Service(world.config, world.engine, world.store, world.destinations, wires)
+            wires.services[name] = world.service
+            await world.start()
+            worlds.append(world)
+        await asyncio.sleep(10)  # a newcomer gets its share when it has been there for a while
+        try:
+            await story(worlds[0], worlds[1], wires)
+        finally:
+            for world in worlds:
+                await world.engine.stop()
+
+    run_virtual(told)
+
+
+def owned_by(world: World) -> str:
+    """An id whose shard that instance owns."""
+    return next(f"t{n}" for n in range(1_000) if shard_of(f"t{n}", 16) in world.engine.shards)
