@@ -176,11 +176,12 @@ class Membership:
         low_ms, high_ms = floor(bounds.low_ms), ceil(bounds.high_ms)
         self._wall_minus_boot_ms = offset_ms
         self.skew_ms = offset_ms - min(max(offset_ms, low_ms), high_ms)
-        self._latest_minus_boot_ms = offset_ms if capabilities.exclusive else high_ms
+        self._latest_minus_boot_ms = high_ms
         if abs(self.skew_ms) > _ROUNDING_MS:
             self._correction_ms = offset_ms - low_ms + _ROUNDING_MS  # late is better than early
         elif capabilities.exclusive:  # the database's clock is this machine's
             self._correction_ms = 0
+            self._latest_minus_boot_ms = offset_ms
         else:
             self._correction_ms = max(0, offset_ms - low_ms - max(EARLY_MAX_MS, 2 * error_ms))
         if self.is_skewed and not was_skewed:

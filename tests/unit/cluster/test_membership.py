@@ -953,6 +953,9 @@ class TestOffset:
             a.line.lag = a.line.lag_back = 0.05
             await a.join()
             assert a.latest_now_ms() == a.now_ms() == clock.wall_ms()
+            b = Town(clock, store).member(300)  # the wall clock was set while the server ran
+            await b.join()
+            assert b.latest_now_ms() == clock.wall_ms()
 
         run_virtual(told)
 
