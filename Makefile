@@ -10,8 +10,8 @@ SEEDS ?= 200
 MINUTES ?= 10
 MODULES ?= engine/shard
 JOBS ?= 2
-# The fast ones first, so that they fail first.
-TESTS := $(wildcard tests/unit tests/docs tests/conformance tests/sim tests/e2e)
+# The fast ones first, so that they fail first; then those of which single files take minutes.
+TESTS := $(wildcard tests/unit tests/docs tests/sim tests/e2e tests/conformance)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
