@@ -85,17 +85,17 @@ async def bench(port: int, arguments: argparse.Namespace) -> dict[str, Any]:
     clock = SystemClock()
     webhook = Webhook(load_config(environ={}), clock, loopback_allowed=True)
     secrets = () if arguments.unsigned else (new_secret(),)
-    namespace = Namespace(name="orders", num_shards=16, created_at_ms=0, signing_secrets=secrets)
+    namespace = Namespace(name="commands", num_shards=16, created_at_ms=0, signing_secrets=secrets)
     url = f"http://127.0.0.1:{port}/hooks/expire"
     now_ms = clock.wall_ms()
     timers = []
     for number in range(10_000):
         timer_id = f"order-{number}"
-        high, low = uuid_of("orders", timer_id)
+        high, low = uuid_of("commands", timer_id)
         at_ms = now_ms + number
         timers.append(
             Timer(
-                namespace="orders",
+                namespace="commands",
                 timer_id=timer_id,
                 uuid_high=high,
                 uuid_low=low,

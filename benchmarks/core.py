@@ -281,7 +281,7 @@ def _create_evenly(first_ms: int, per_second: int, seconds: int) -> None:
                 "timerId": f"even-{n}",
                 "executeAt": format_instant(first_ms + n * 1_000 // per_second),
                 "callbackUrl": TARGET,
-                "payload": {"order": n},
+                "payload": {"command": n},
             }
             for n in range(start, min(start + 1_000, per_second * seconds))
         ]
@@ -321,7 +321,7 @@ def create_many(folder: Path, seconds: float) -> int:
                         "timerId": f"m{batch}-{n}",
                         "delay": "30d",
                         "callbackUrl": TARGET,
-                        "payload": {"order": n, "kind": "expire"},
+                        "payload": {"command": n, "kind": "expire"},
                     }
                     for n in range(1_000)
                 ]

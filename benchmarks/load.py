@@ -235,9 +235,9 @@ async def _client(options: argparse.Namespace) -> None:
             count = 0
             while time.perf_counter() < until:
                 count += 1
-                order = {"order": count, "kind": "expire"}
+                command = {"command": count, "kind": "expire"}
                 timer_id = f"{options.prefix}-{number}-{count}"
-                await client.create(timer_id, delay=options.delay, callback_url=options.to, payload=order)
+                await client.create(timer_id, delay=options.delay, callback_url=options.to, payload=command)
             return count
 
         started = time.perf_counter()

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.checks import check_disk
 from duetime.domain.timer import BEFORE_ALL, Timer, shard_of
-from duetime.store import Batch, Claim, Fence, Stretch
+from duetime.store import Batch, Claim, Fence, PageRequest
 from duetime.stores.rows import timer_values
 from duetime.stores.sqlite import connection as sqlite_connection
 from duetime.stores.sqlite import statements as sqlite_statements
@@ -116,7 +116,7 @@ async def loads(path: Path, timers: list[Timer], size: int) -> float:
     for shard_id in range(SHARDS):
         after = BEFORE_ALL
         while True:
-            [page] = await store.load([Stretch(shard_id, after, 1 << 60, size)])
+            [page] = await store.load([PageRequest(shard_id, after, 1 << 60, size)])
             count += len(page.timers)
             if page.next is None:
                 break

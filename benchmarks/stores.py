@@ -5,8 +5,8 @@
 Each store is the adapter that `duetime serve` would use, on a real server with its data on this machine's disk and the
 durability its promise needs, started for the run and stopped after it. One after the other, so that none takes time
 from another. A commit goes to as many shards as the engine would send it to, with as many commits in flight as the
-adapter asks for (`lanes`), and is split where the adapter takes no larger one (`batch_max`). Prints JSON; `--out`
-writes it, and the plot beside it. Absolute figures are this machine's; ratios between stores are what to look at.
+adapter asks for (`parallel_commits`), and is split where the adapter takes no larger one (`batch_max`). Prints JSON;
+`--out` writes it and the plot. Absolute figures are this machine's; ratios between stores are what to look at.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.checks import check_disk
 from benchmarks.core import machine, say
 from benchmarks.drawing import dot, line, picture, text
 from duetime.domain.timer import BEFORE_ALL, Timer, shard_of
-from duetime.store import Batch, Claim, Committed, Fence, Member, Page, Store, Stretch, open_store
+from duetime.store import Batch, Claim, Committed, Fence, Member, Page, PageRequest, Store, open_store
 from duetime.testing import make_reached, make_timer
 
 STORES = ("sqlite", "postgres18", "mariadb", "mysql", "tidb", "mongodb", "cassandra", "ministack")
@@ -76,15 +76,15 @@ class Bench:
         self.stored: list[Timer] = []
 
     def lane_of(self, timer: Timer) -> int:
-        return shard_of(timer.timer_id, SHARDS) % self.store.capabilities.lanes
+        return shard_of(timer.timer_id, SHARDS) % self.store.capabilities.parallel_commits
 
     async def commits(self, size: int) -> dict[str, float]:
         """Rows per second when so many are waiting at a time, and how long one commit takes."""
-        lanes = min(self.store.capabilities.lanes, size)
-        share = min(size // lanes, self.store.capabilities.batch_max)
-        waiting: list[list[Timer]] = [[] for _ in range(lanes)]
+        parallel_commits = min(self.store.capabilities.parallel_commits, size)
+        share = min(size // parallel_commits, self.store.capabilities.batch_max)
+        waiting: list[list[Timer]] = [[] for _ in range(parallel_commits)]
         for timer in some_timers(int(min(60_000, 2_000 * size) * self.seconds)):
-            waiting[self.lane_of(timer) % lanes].append(timer)
+            waiting[self.lane_of(timer) % parallel_commits].append(timer)
         took: list[float] = []
         written = 0
 
@@ -121,7 +121,7 @@ class Bench:
     async def settle(self, most: int) -> float:
         """Fired timers per second: each is deleted and its reached row added, in batches as large as it takes."""
         due = sorted(self.stored[:most], key=lambda timer: timer.position)
-        lanes = self.store.capabilities.lanes
+        parallel_commits = self.store.capabilities.parallel_commits
         share = max(1, min(500, self.store.capabilities.batch_max // 2))
         done = 0
 
@@ -139,7 +139,7 @@ class Bench:
 
         started_at = time.perf_counter()
         ends_at = started_at + self.seconds
-        await asyncio.gather(*(lane(number) for number in range(lanes)))
+        await asyncio.gather(*(lane(number) for number in range(parallel_commits)))
         return done / (time.perf_counter() - started_at)
 
     async def load(self) -> float:
@@ -149,7 +149,7 @@ class Bench:
         for shard_id in range(SHARDS):
             after = BEFORE_ALL
             while time.perf_counter() - started_at < self.seconds:
-                [page] = await self.store.load([Stretch(shard_id, after, 1 << 60, PAGE)])
+                [page] = await self.store.load([PageRequest(shard_id, after, 1 << 60, PAGE)])
                 assert isinstance(page, Page), page
                 count += len(page.timers)
                 if page.next is None:
@@ -187,7 +187,7 @@ async def measure(url: str, seconds: float) -> dict[str, Any]:
         await bench.commits(10)  # connections, plans, caches
         commits = {str(size): await bench.commits(size) for size in SIZES}
         return {
-            "lanes": store.capabilities.lanes,
+            "parallel_commits": store.capabilities.parallel_commits,
             "batch_max": store.capabilities.batch_max,
             "commit": commits,
             "load_rows_per_s": await bench.load(),

@@ -18,7 +18,7 @@ from duetime.api.auth import check_binding, is_loopback, split_listen
 from duetime.api.dispatch import TEXT, Api
 from duetime.clock import Clock, SystemClock
 from duetime.cluster.forwarding import Peers
-from duetime.cluster.peer_client import HttpPeers
+from duetime.cluster.peer_client import PeerClient
 from duetime.cluster.peer_protocol import REFUSED
 from duetime.config import Config, split_advertise
 from duetime.deliveries.webhook import Webhook
@@ -89,7 +89,7 @@ class App:
         webhook = Webhook(config, self._clock, loopback_allowed=is_loopback(config.server.listen))
         self._deliverer = Router({"http": webhook, "https": webhook})
         engine = Engine(config, store, self._deliverer, self._clock, self.telemetry, address=self.advertised)
-        self._peers = HttpPeers(lambda: engine.membership.instance_id)
+        self._peers = PeerClient(lambda: engine.membership.instance_id)
         service = Service(config, engine, store, self._deliverer, self._peers)
         await service.create_default_namespace()
         self._engine = engine

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from duetime.domain.timer import Contact, Namespace, Outcome, Timer
+from duetime.domain.timer import AttemptResult, Contact, Namespace, Timer
 
 __all__ = ["Attempt", "Deliverer", "Router"]
 
@@ -40,7 +40,7 @@ class Deliverer(Protocol):
         """What caps and breakers count by: targets with the same destination share its fate."""
         ...
 
-    async def deliver(self, attempt: Attempt) -> Outcome:
+    async def deliver(self, attempt: Attempt) -> AttemptResult:
         """Make one attempt, in bounded time. Never raises."""
         ...
 
@@ -70,10 +70,10 @@ class Router:
         deliverer = self._of(url)
         return url if deliverer is None else deliverer.destination(url)
 
-    async def deliver(self, attempt: Attempt) -> Outcome:
+    async def deliver(self, attempt: Attempt) -> AttemptResult:
         deliverer = self._of(attempt.timer.callback_url)
         if deliverer is None:
-            return Outcome(Contact.REFUSED, error="no deliverer for this target's scheme")
+            return AttemptResult(Contact.REFUSED, error="no deliverer for this target's scheme")
         return await deliverer.deliver(attempt)
 
     async def close(self) -> None:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-__all__ = ["Shared", "retrieved"]
+__all__ = ["SingleFlight", "retrieved"]
 
 
-class Shared:
+class SingleFlight:
     """Calls that begin after they were asked for, one at a time; whoever asks before one begins shares it.
 
     `pause_s`: so much lies between the beginnings of two calls, whoever is asking.

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from duetime.domain.timer import BEFORE_ALL, Ending, Namespace, Position, Reached, Timer, TimerKey
+from duetime.domain.timer import BEFORE_ALL, Namespace, Outcome, Position, Reached, Timer, TimerKey
 from duetime.errors import DuetimeError, OutcomeUnknown, SetupError, ShardLost, StoreError, StoreUnavailable
 from duetime.telemetry import log
 
@@ -41,9 +41,9 @@ __all__ = [
     "Listing",
     "Member",
     "Page",
+    "PageRequest",
     "ShardRow",
     "Store",
-    "Stretch",
     "Unreadable",
     "guarded",
     "open_store",
@@ -57,7 +57,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     batch_max: int  # rows in one commit call: puts, deletes and reached, all shards together
     batch_chars_max: int = 8 * 1024 * 1024  # of all rows in one commit call, about; a single larger one is let through
     payload_bytes_max: int
-    lanes: int  # commits that may usefully be in flight at once
+    parallel_commits: int  # commits that may usefully be in flight at once
     time_resolution_ms: int = 1
     clock_error_ms: int = 0  # how far the time that `heartbeat` answers may be off the database's clock
     exclusive: bool = False  # an open store is used by no other process: whoever was here before is dead
@@ -121,7 +121,7 @@ class Committed(Struct, frozen=True):
     replaced: frozenset[int] = frozenset()
 
 
-class Stretch(Struct, frozen=True):
+class PageRequest(Struct, frozen=True):
     """A wish to load: timers of a shard with `after < position` and `execute_at_ms <= until_ms`, in order."""
 
     shard_id: int
@@ -164,15 +164,15 @@ class Found(Struct, frozen=True):
 class ListQuery(Struct, frozen=True, kw_only=True):
     """A filtered look at one namespace, in the order of positions over all its shards.
 
-    `endings` empty: scheduled timers, positions and due range by execute_at. Otherwise reached timers
-    with one of those endings, positions by purge time, due range by scheduled_at.
+    `outcomes` empty: scheduled timers, positions and due range by execute_at. Otherwise reached timers
+    with one of those outcomes, positions by purge time, due range by scheduled_at.
     """
 
     namespace: str
     num_shards: int
     after: Position = BEFORE_ALL
     limit: int = 100
-    endings: frozenset[Ending] = frozenset()
+    outcomes: frozenset[Outcome] = frozenset()
     due_from_ms: int | None = None  # inclusive
     due_until_ms: int | None = None  # exclusive
     id_prefix: str | None = None
@@ -254,7 +254,7 @@ class Store(Protocol):
         """
         ...
 
-    async def load(self, stretches: Sequence[Stretch]) -> Sequence[Page | StoreError]:
+    async def load(self, requests: Sequence[PageRequest]) -> Sequence[Page | StoreError]:
         """A page for each, in the order asked; sees every commit that was acknowledged before the call. As in commit,
         the error of one may be its answer."""
         ...

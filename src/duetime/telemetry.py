@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-__all__ = ["Counter", "Gauge", "Histogram", "Telemetry", "Trouble", "set_up_logging"]
+__all__ = ["Counter", "FailureLog", "Gauge", "Histogram", "Telemetry", "set_up_logging"]
 
 log = logging.getLogger("duetime")
 
@@ -104,8 +104,8 @@ class Telemetry:
         self.updated = Counter("duetime_timers_updated_total", "Updates that were acknowledged.")
         self.deleted = Counter("duetime_timers_deleted_total", "Deletes that were acknowledged.")
         self.attempts = Counter("duetime_attempts_total", "Deliveries started.")
-        self.outcomes = Counter("duetime_outcomes_total", "Attempts by what came of them.", "outcome")
-        self.endings = Counter("duetime_timers_reached_total", "Timers that are over, by how they ended.", "ending")
+        self.attempt_results = Counter("duetime_outcomes_total", "Attempts by what came of them.", "outcome")
+        self.outcomes = Counter("duetime_timers_reached_total", "Timers that are over, by how they ended.", "ending")
         self.stale_outcomes = Counter(
             "duetime_stale_outcomes_total", "Outcomes of attempts whose timer was replaced or deleted meanwhile."
         )
@@ -148,7 +148,7 @@ class Telemetry:
         return "\n".join(lines) + "\n"
 
 
-class Trouble:
+class FailureLog:
     """Something that is tried again and again and fails: logged when it begins or its reason changes, once a
     minute while it lasts, and when it is over. A disk that is full should not be filled with lines about it.
     """
@@ -159,14 +159,14 @@ class Trouble:
         self._over = over
         self._said_at_ms = 0
 
-    def goes_on(self, error: Exception, now_ms: int) -> None:
+    def failed(self, error: Exception, now_ms: int) -> None:
         reason = str(error)
         if reason != self.reason or now_ms - self._said_at_ms >= _SAY_AGAIN_MS:
             log.warning("%s: %s", self._what, reason)
             self._said_at_ms = now_ms
         self.reason = reason
 
-    def is_over(self) -> None:
+    def recovered(self) -> None:
         if self.reason:
             self.reason = ""
             log.info("%s", self._over)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from duetime import errors
-from duetime.domain.timer import SHARDS_MAX, Ending, State, Verdict
+from duetime.domain.timer import SHARDS_MAX, Outcome, State, Verdict
 from duetime.errors import DuetimeError, InvalidField
 
 URL_BYTES_MAX = 2_048
@@ -344,7 +344,7 @@ class TimerJson(Struct, gc=False, rename="camel", omit_defaults=True):
     tags: list[str] | UnsetType = UNSET
     headers: dict[str, str] | UnsetType = UNSET
     missed: MissedJson | UnsetType = UNSET
-    outcome: Annotated[Ending, Meta(description="How the timer ended.")] | UnsetType = UNSET
+    outcome: Annotated[Outcome, Meta(description="How the timer ended.")] | UnsetType = UNSET
     reached_at: Annotated[InstantText, Meta(description="When it ended.")] | UnsetType = UNSET
     first_attempt_at: InstantText | UnsetType = UNSET
     last_attempt_at: InstantText | UnsetType = UNSET

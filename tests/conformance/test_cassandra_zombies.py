@@ -15,9 +15,9 @@ import pytest
 from cassandra.query import BatchStatement, BatchType
 from msgspec.structs import replace
 
-from duetime.domain.timer import Ending, Position, uuid_of
+from duetime.domain.timer import Outcome, Position, uuid_of
 from duetime.errors import OutcomeUnknown, ShardLost, StoreUnavailable
-from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Page, Stretch
+from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Page, PageRequest
 from duetime.stores.cassandra import writes as cassandra_writes
 from duetime.stores.cassandra.address import TooManyDeleted
 from duetime.stores.cassandra.connection import Line, Statement
@@ -284,7 +284,7 @@ async def test_lists_begin_where_something_stands_and_miss_nothing_that_comes_be
     assert await floors(scene) == (3, 2)
     assert await all_reached(scene.b) == [late, *ends[8:]]
     assert await scene.a.purge_reached([fence], 8, 5) == [1]
-    assert (await listed(scene.b, replace(everything, endings=frozenset(Ending))))[1] == ends[8:]
+    assert (await listed(scene.b, replace(everything, outcomes=frozenset(Outcome))))[1] == ends[8:]
 
 
 async def leave_tombstones(scene: Scene, places: Sequence[Position]) -> None:
@@ -312,7 +312,7 @@ async def test_timers_behind_more_deleted_ones_than_a_read_may_meet_are_found(
     page, pages = Page((), before.position), 0
     while not page.timers:  # a page is not kept waiting for all that has to be passed
         assert page.next is not None
-        [page] = await scene.b.load([Stretch(0, page.next, 2_000_000, 1)])  # type: ignore[assignment]
+        [page] = await scene.b.load([PageRequest(0, page.next, 2_000_000, 1)])  # type: ignore[assignment]
         pages += 1
     assert page == Page([behind], behind.position)
     assert pages < 10

@@ -18,7 +18,7 @@ from duetime.store import Batch, Claim, Fence, ShardRow, Store, open_store
 from duetime.stores.dynamodb import writes as dynamodb_writes
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, take
-from dynamodb_way import DynamoWay, Gate, cancelled, refused
+from dynamodb_way import Authenticator, DynamoWay, cancelled, refused
 from servers import at_port, fresh_database, port_of, require
 
 KEPT = make_timer("kept", 5)
@@ -86,7 +86,7 @@ def was_refused(answer: Sequence[object]) -> bool:
 @pytest.mark.parametrize("name", WRITES)
 async def test_a_write_that_arrives_after_the_claim_leaves_nothing(scene: Scene, name: str) -> None:
     fence = await scene.filled()
-    before, gate = await scene.rows(), Gate()
+    before, gate = await scene.rows(), Authenticator()
     scene.way_of_a.next(OPERATION[name], gate)
     write = asyncio.ensure_future(WRITES[name](scene.a, fence))
     await gate.reached.wait()
@@ -100,7 +100,7 @@ async def test_a_write_that_arrives_after_the_claim_leaves_nothing(scene: Scene,
 @pytest.mark.parametrize("name", [name for name in WRITES if name != "release"])
 async def test_a_claim_after_the_write_sees_all_of_it_whenever_the_answer_comes(scene: Scene, name: str) -> None:
     fence = await scene.filled()
-    before, gate = await scene.rows(), Gate(after=True)
+    before, gate = await scene.rows(), Authenticator(after=True)
     scene.way_of_a.next(OPERATION[name], gate)
     write = asyncio.ensure_future(WRITES[name](scene.a, fence))
     await gate.reached.wait()
@@ -115,7 +115,7 @@ async def test_a_claim_after_the_write_sees_all_of_it_whenever_the_answer_comes(
 async def test_a_write_that_met_the_claim_and_was_put_off_is_refused_the_second_time(scene: Scene, name: str) -> None:
     """The service cancels what meets another's transaction; the store tries again, and must not find a way in."""
     fence = await scene.filled()
-    before, gate = await scene.rows(), Gate()
+    before, gate = await scene.rows(), Authenticator()
     conflict = cancelled("TransactionConflict") if name != "release" else refused("TransactionConflictException")
     scene.way_of_a.next(OPERATION[name], conflict)
     scene.way_of_a.next(OPERATION[name], gate)
@@ -131,7 +131,7 @@ async def test_a_write_that_met_the_claim_and_was_put_off_is_refused_the_second_
 @pytest.mark.parametrize("name", [name for name in WRITES if name != "release"])
 async def test_a_claim_that_met_the_write_and_was_put_off_comes_after_it(scene: Scene, name: str) -> None:
     fence = await scene.filled()
-    gate = Gate()
+    gate = Authenticator()
     scene.way_of_b.next("UpdateItem", refused("TransactionConflictException"))
     scene.way_of_b.next("UpdateItem", gate)
     claim = asyncio.ensure_future(scene.claim(fence))
@@ -148,7 +148,7 @@ async def test_a_claim_that_met_the_write_and_was_put_off_comes_after_it(scene: 
 
 async def test_of_two_claims_on_their_way_one_wins(scene: Scene) -> None:
     fence = await scene.filled()
-    gate = Gate()
+    gate = Authenticator()
     scene.way_of_a.next("UpdateItem", gate)
     late = asyncio.ensure_future(scene.a.claim([Claim(0, fence.version, 9, "a", "host:1", 1)]))
     await gate.reached.wait()
@@ -160,7 +160,7 @@ async def test_of_two_claims_on_their_way_one_wins(scene: Scene) -> None:
 async def test_replaced_is_judged_at_the_moment_of_the_write(scene: Scene) -> None:
     """The timer is deleted and made again while the writes are on their way: each answer says what it met."""
     fence = await scene.filled()
-    gate = Gate()
+    gate = Authenticator()
     scene.way_of_a.next("TransactWriteItems", gate)
     write = asyncio.ensure_future(scene.a.commit([Batch(fence, [make_timer("new", 9), make_timer("kept", 9)])]))
     await gate.reached.wait()

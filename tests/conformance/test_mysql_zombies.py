@@ -14,7 +14,7 @@ from on_mysql import on_all, on_innodb
 
 from duetime.domain.timer import BEFORE_ALL, Position
 from duetime.errors import ShardLost
-from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Stretch
+from duetime.store import Batch, Claim, Committed, Fence, ListQuery, PageRequest
 from duetime.stores.mysql import connection as mysql_connection
 from duetime.stores.mysql import schema as mysql_schema
 from duetime.stores.mysql import statements as mysql_statements
@@ -369,7 +369,7 @@ async def _some_of_everything(store: MySqlStore, fence: Fence, number: int) -> N
     await store.commit([Batch(fence, [timer], low_water=Position(0, 0, number))])
     await store.get_many([(0, timer.key), (0, KEPT.key)])
     await store.get_many([(0, make_timer(f"x-{n}").key) for n in range(60)])
-    await store.load([Stretch(0, Position(6_000, 0, 0), 1 << 50, 5), Stretch(1, BEFORE_ALL, 1 << 50, 5)])
+    await store.load([PageRequest(0, Position(6_000, 0, 0), 1 << 50, 5), PageRequest(1, BEFORE_ALL, 1 << 50, 5)])
     await store.purge_reached([fence], 10, 1)
     await store.shards()
     await store.list_timers(ListQuery(namespace="test", num_shards=4, limit=5))

@@ -15,7 +15,7 @@ from scripts.servers import Postgres
 
 from duetime.domain.timer import BEFORE_ALL, Position
 from duetime.errors import ShardLost
-from duetime.store import Batch, Claim, Fence, ListQuery, Stretch
+from duetime.store import Batch, Claim, Fence, ListQuery, PageRequest
 from duetime.stores.postgres import statements as postgres_statements
 from duetime.stores.postgres.store import PostgresStore
 from duetime.testing import make_reached, make_timer
@@ -275,7 +275,7 @@ async def _some_of_everything(store: PostgresStore, fence: Fence, number: int) -
     await store.commit([Batch(fence, [timer], [make_timer(f"n-1{number}").key], [make_reached(timer)])])
     await store.commit([Batch(fence, [timer], low_water=Position(0, 0, number))])
     await store.get_many([(0, timer.key), (0, KEPT.key)])
-    await store.load([Stretch(0, BEFORE_ALL, 1 << 50, 5)])
+    await store.load([PageRequest(0, BEFORE_ALL, 1 << 50, 5)])
     await store.purge_reached([fence], 10, 1)
     await store.shards()
     await store.list_timers(ListQuery(namespace="test", num_shards=4, limit=5))

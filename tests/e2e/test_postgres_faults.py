@@ -111,7 +111,7 @@ async def far(near: Store, link: Link, database_url: str) -> AsyncIterator[Store
     await store.open()
     fence = await take(store, 3)
     await asyncio.gather(
-        *(store.commit([Batch(fence, [make_timer(f"warm-{n}")])]) for n in range(store.capabilities.lanes))
+        *(store.commit([Batch(fence, [make_timer(f"warm-{n}")])]) for n in range(store.capabilities.parallel_commits))
     )
     await asyncio.gather(*(all_timers(store) for _ in range(sql_store.READERS)))
     yield store
@@ -270,7 +270,7 @@ async def test_after_a_crash_under_load_every_session_recovers_and_what_was_ackn
                 acknowledged.append(name)
                 back += bool(failures)
 
-    lanes = [asyncio.create_task(write(lane)) for lane in range(3)]
+    parallel_commits = [asyncio.create_task(write(lane)) for lane in range(3)]
 
     async def busy() -> bool:
         return len(acknowledged) > 100
@@ -278,7 +278,7 @@ async def test_after_a_crash_under_load_every_session_recovers_and_what_was_ackn
     await until(busy, "a hundred commits")
     await asyncio.to_thread(mine.kill if way == "kill" else mine.halt)
     await asyncio.to_thread(mine.start)
-    await asyncio.wait_for(asyncio.gather(*lanes), 60)
+    await asyncio.wait_for(asyncio.gather(*parallel_commits), 60)
     assert all(isinstance(error, OutcomeUnknown | StoreUnavailable) for error in failures)
     stored = {timer.timer_id for timer in await all_timers(store)}
     assert stored >= set(acknowledged)

@@ -10,16 +10,16 @@ from typing import Any
 
 from duetime.config import load_config
 from duetime.delivery import Attempt
-from duetime.domain.timer import Contact, Created, Outcome, TimerKey, TimerSpec, TimerView
+from duetime.domain.timer import AttemptResult, Contact, Created, TimerKey, TimerSpec, TimerView
 from duetime.engine.engine import Engine
-from duetime.engine.shard import Op, Phase, Shard
+from duetime.engine.shard import PendingWrite, Phase, Shard
 from duetime.service.service import Service
 from duetime.store import Store
 from duetime.stores.memory import MemoryStore
 from duetime.telemetry import Telemetry
 from duetime.testing.virtual import VirtualClock, run_virtual
 
-OK = Outcome(Contact.ANSWERED, 200)
+OK = AttemptResult(Contact.ANSWERED, 200)
 URL = "http://shop.test/hook"
 
 
@@ -28,7 +28,7 @@ class Destinations:
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
-        self.answers: dict[str, Callable[[Attempt], Awaitable[Outcome]]] = {}
+        self.answers: dict[str, Callable[[Attempt], Awaitable[AttemptResult]]] = {}
         self.calls: list[tuple[int, str, int]] = []  # (wall time, timer id, attempt)
         self.payloads: list[str | None] = []
         self.before_begin: Callable[[Attempt], Awaitable[None]] | None = None
@@ -44,12 +44,12 @@ class Destinations:
     def destination(self, url: str) -> str:
         return url.partition("?")[0]
 
-    async def deliver(self, attempt: Attempt) -> Outcome:
+    async def deliver(self, attempt: Attempt) -> AttemptResult:
         if self.before_begin is not None:
             await self.before_begin(attempt)
         at_ms = attempt.begin()
         if at_ms is None:
-            return Outcome(Contact.NOT_SENT)
+            return AttemptResult(Contact.NOT_SENT)
         self.calls.append((at_ms, attempt.timer.timer_id, attempt.timer.attempts + 1))
         self.payloads.append(attempt.timer.payload)
         answer = self.answers.get(attempt.timer.callback_url)
@@ -130,7 +130,7 @@ def check_accounts(engine: Engine) -> None:
     shards = list(engine.shards.values())
     for shard in shards:
         check_shard(shard)
-    ops: list[Op] = [op for shard in shards for op in (*shard.pending.values(), *shard.committing.values())]
+    ops: list[PendingWrite] = [op for shard in shards for op in (*shard.pending.values(), *shard.committing.values())]
     entries = [entry for shard in shards for entry in shard.entries.values()]
     assert engine.writes_waiting == len(ops), "writes_waiting drifts"
     assert engine.unsettled == sum(op.settlement is not None for op in ops), "unsettled drifts"

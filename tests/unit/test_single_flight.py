@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from duetime.single_flight import Shared
+from duetime.single_flight import SingleFlight
 from duetime.testing.virtual import VirtualClock, run_virtual
 
 
@@ -15,7 +15,7 @@ class Reading:
     def __init__(self, pause_s: float = 0.0) -> None:
         self.began: list[float] = []
         self.error: Exception | None = None
-        self.ask = Shared(self._read, pause_s=pause_s)
+        self.ask = SingleFlight(self._read, pause_s=pause_s)
 
     async def _read(self) -> None:
         self.began.append(asyncio.get_running_loop().time())

@@ -14,10 +14,10 @@ from duetime.config import Limits
 from duetime.domain.timer import (
     DAY_MS,
     Created,
-    Ending,
     Extras,
     Missed,
     Namespace,
+    Outcome,
     Reached,
     RetryPolicy,
     State,
@@ -466,7 +466,7 @@ def test_a_reached_timer_says_how_it_ended() -> None:
         callback_timeout_seconds=5,
         retry_policy=RetryPolicy(max_retries=1),
     )
-    reached = Reached(timer=ended, ending=Ending.FAILED, reached_at_ms=AT_MS + 1_001, purge_at_ms=AT_MS + DAY_MS)
+    reached = Reached(timer=ended, outcome=Outcome.FAILED, reached_at_ms=AT_MS + 1_001, purge_at_ms=AT_MS + DAY_MS)
     answer = json.loads(encode.encode_view(TimerView(ended, State.FAILED, reached)))["timer"]
     assert answer["outcome"] == "failed"
     assert answer["state"] == "failed"

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from engine_world import World
 
-from duetime.cluster.forwarding import Forward, OrderAnswer, Peer
+from duetime.cluster.forwarding import CommandAnswer, Forward, Peer
 from duetime.domain.status import InstanceStatus
 from duetime.domain.timer import shard_of
 from duetime.errors import DuetimeError
@@ -24,7 +24,7 @@ class Wires:
         self.sent: list[tuple[str, Forward]] = []
         self.failure: Callable[[], DuetimeError] | None = None  # instead of arriving
 
-    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
+    async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
         self.sent.append((peer.address, forward))
         if self.failure is not None:
             raise self.failure()

@@ -17,7 +17,7 @@ from duetime.config import Auth, Config, Token
 from duetime.errors import Forbidden, SetupError, Unauthenticated
 from duetime.http.server import Request
 
-__all__ = ["Caller", "Gate", "check_binding", "is_loopback", "split_listen"]
+__all__ = ["Authenticator", "Caller", "check_binding", "is_loopback", "split_listen"]
 
 
 class Caller(Struct, frozen=True):
@@ -48,7 +48,7 @@ _ALL_VERBS = frozenset({"read", "write", "admin"})
 ANYONE = Caller("anyone", _ALL_VERBS, None)
 
 
-class Gate:
+class Authenticator:
     """Turns a request into its Caller, or refuses it."""
 
     def __init__(self, auth: Auth) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from msgspec import Raw
 
 from duetime.api import decode, encode
-from duetime.api.auth import Caller, Gate
+from duetime.api.auth import Authenticator, Caller
 from duetime.api.docs import docs_page
 from duetime.api.openapi import openapi_document
-from duetime.api.peer_server import PeerDoor
+from duetime.api.peer_server import PeerServer
 from duetime.api.routes import PREFIX, ROUTES
 from duetime.cluster.peer_protocol import REFUSED
 from duetime.config import Config
@@ -59,8 +59,8 @@ class Api:
         self._service = service
         self._limits = config.limits
         self._telemetry = telemetry
-        self._gate = Gate(config.auth)
-        self._peers = PeerDoor(service)
+        self._gate = Authenticator(config.auth)
+        self._peers = PeerServer(service)
         answering: dict[str, Answering] = {
             "timers/create": self._create,
             "timers/get": self._get,
@@ -98,12 +98,12 @@ class Api:
                 caller.require_verb(verb)
                 _check_media_type(request)
                 response = Response(200, await answer(request.body, caller))
-            elif request.path in PeerDoor.paths and request.method == "POST":
+            elif request.path in PeerServer.paths and request.method == "POST":
                 response = await self._peers.handle(request)
             else:
                 response = self._answer_get(request)
         except DuetimeError as error:
-            at_peers_door = request.path in PeerDoor.paths
+            at_peers_door = request.path in PeerServer.paths
             response = _problem(error, headers=((REFUSED, "not carried out"),) if at_peers_door else ())
         except Exception:
             request_id = secrets.token_hex(8)

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from duetime.api.openapi import openapi
-from duetime.domain.timer import Ending, State, Verdict
+from duetime.domain.timer import Outcome, State, Verdict
 
 __all__ = ["docs_page"]
 
@@ -114,7 +114,7 @@ def _type(part: Json) -> str:
     return escape(" or ".join(kind) if isinstance(kind, list) else kind)
 
 
-_ENUMS = {kind.__name__: [member.value for member in kind] for kind in (Ending, State, Verdict)}
+_ENUMS = {kind.__name__: [member.value for member in kind] for kind in (Outcome, State, Verdict)}
 
 
 def _about(part: Json) -> str:

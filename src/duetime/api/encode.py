@@ -104,7 +104,7 @@ def timer_json(view: TimerView) -> TimerJson:
     if timer.extras != NO_EXTRAS:
         _add_extras(answer, timer.extras)
     if view.reached is not None:
-        answer.outcome = view.reached.ending
+        answer.outcome = view.reached.outcome
         answer.reached_at = format_instant(view.reached.reached_at_ms)
     return answer
 

@@ -13,18 +13,18 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from duetime.cluster.forwarding import OrderAnswer
+from duetime.cluster.forwarding import CommandAnswer
 from duetime.cluster.peer_protocol import (
+    COMMANDS_PATH,
     MSGPACK,
-    ORDERS_PATH,
     SIGNATURE,
     STATUS_PATH,
-    Answers,
-    Orders,
-    Question,
+    CommandBatch,
     Reply,
-    decode_orders,
-    decode_question,
+    ReplyBatch,
+    StatusRequest,
+    decode_commands,
+    decode_status_request,
     encode,
     reply_of,
     sign,
@@ -34,7 +34,7 @@ from duetime.http.server import Request, Response
 from duetime.service.service import Service
 from duetime.telemetry import log
 
-__all__ = ["PeerDoor"]
+__all__ = ["PeerServer"]
 
 # A request of a sender is accepted if its number is at most this far below the highest number of that sender.
 _NUMBERS_KEPT: Final = 16_384
@@ -46,8 +46,8 @@ _UNDECIDED: Final = Reply()
 T = TypeVar("T")
 
 
-class PeerDoor:
-    paths = frozenset({ORDERS_PATH, STATUS_PATH})
+class PeerServer:
+    paths = frozenset({COMMANDS_PATH, STATUS_PATH})
     # An order that takes longer than this must not keep the others of its request waiting.
     answer_within_s = 0.025
 
@@ -58,11 +58,11 @@ class PeerDoor:
 
     async def handle(self, request: Request) -> Response:
         if request.path == STATUS_PATH:
-            self._admit(request, self._read(decode_question, request))
+            self._admit(request, self._read(decode_status_request, request))
             return Response(200, encode(self._service.instance_status()), MSGPACK)
-        orders = self._read(decode_orders, request)
-        self._admit(request, orders)
-        return Response(200, encode(Answers(await self._answer(orders))), MSGPACK)
+        commands = self._read(decode_commands, request)
+        self._admit(request, commands)
+        return Response(200, encode(ReplyBatch(await self._answer(commands))), MSGPACK)
 
     def _read(self, decode: Any, request: Request) -> Any:
         try:
@@ -70,14 +70,14 @@ class PeerDoor:
         except msgspec.MsgspecError as error:
             raise InvalidField(None, f"not a request between instances: {error}") from None
 
-    def _admit(self, request: Request, said: Orders | Question) -> None:
+    def _admit(self, request: Request, said: CommandBatch | StatusRequest) -> None:
         try:
             self._check(request, said)
         except DuetimeError as error:
             self._log_refusal(said, error)
             raise
 
-    def _check(self, request: Request, said: Orders | Question) -> None:
+    def _check(self, request: Request, said: CommandBatch | StatusRequest) -> None:
         me = self._service.as_peer()
         signature = request.header(SIGNATURE.encode()) or ""
         if said.to != me.instance_id:
@@ -87,7 +87,7 @@ class PeerDoor:
         if not self._numbers.is_new(me.instance_id, said.sender, said.number):
             raise Conflict("replayed request number")
 
-    def _log_refusal(self, said: Orders | Question, error: DuetimeError) -> None:
+    def _log_refusal(self, said: CommandBatch | StatusRequest, error: DuetimeError) -> None:
         """Once a minute for each kind of refusal: anybody who can reach the port can cause them."""
         now = asyncio.get_running_loop().time()
         if now - self._logged_at.get(type(error), -_LOG_EVERY_S) >= _LOG_EVERY_S:
@@ -96,27 +96,27 @@ class PeerDoor:
                 "refused a request from instance %.64r to instance %.64r: %.200s", said.sender, said.to, error.detail
             )
 
-    async def _answer(self, orders: Orders) -> list[Reply]:
-        answers = [_begin(self._service.take, forward) for forward in orders.new]
-        answers += [_begin(self._service.taken, order_id) for order_id in orders.again]
+    async def _answer(self, commands: CommandBatch) -> list[Reply]:
+        answers = [_begin(self._service.take, forward) for forward in commands.new]
+        answers += [_begin(self._service.taken, command_id) for command_id in commands.again]
         waiting = {answer for answer in answers if not answer.done()}
         if waiting:
             await asyncio.wait(waiting, timeout=self.answer_within_s)  # leaves those alone that are not done by then
         return [_reply(answer) if answer.done() else _UNDECIDED for answer in answers]
 
 
-def _begin(call: Callable[[T], asyncio.Future[OrderAnswer]], order: T) -> asyncio.Future[OrderAnswer]:
+def _begin(call: Callable[[T], asyncio.Future[CommandAnswer]], command: T) -> asyncio.Future[CommandAnswer]:
     """An error that is raised at once is the answer to this order alone. The other orders of the request may have
     been taken, so the whole request must not fail, and must not look refused."""
     try:
-        return call(order)
+        return call(command)
     except Exception as error:
-        failed: asyncio.Future[OrderAnswer] = asyncio.get_running_loop().create_future()
+        failed: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
         failed.set_exception(error)
         return failed
 
 
-def _reply(answer: asyncio.Future[OrderAnswer]) -> Reply:
+def _reply(answer: asyncio.Future[CommandAnswer]) -> Reply:
     if answer.cancelled():
         return reply_of(OutcomeUnknown("the owner stopped before the order was decided"))
     error = answer.exception()

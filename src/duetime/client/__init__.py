@@ -36,7 +36,7 @@ from duetime.client.shapes import (
     Updated,
 )
 from duetime.client.synchronous import Client
-from duetime.domain.timer import Ending, State, Verdict
+from duetime.domain.timer import Outcome, State, Verdict
 from duetime.errors import (
     Busy,
     Conflict,
@@ -51,6 +51,8 @@ from duetime.errors import (
     Unserved,
 )
 from duetime.receiver import Callback, SignatureError, again_at, ok, read_callback, retry, verify
+
+Ending = Outcome  # the name it had first
 
 __all__ = [
     "AsyncClient",
@@ -72,6 +74,7 @@ __all__ = [
     "NamespaceSettings",
     "NewTimer",
     "NotFound",
+    "Outcome",
     "OutcomeUnknown",
     "Page",
     "Rejected",

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import msgspec
 from msgspec import Struct
 
-from duetime.domain.timer import Ending, State, Verdict
+from duetime.domain.timer import Outcome, State, Verdict
 from duetime.errors import InvalidField
 from duetime.wire import MissedJson, RetryPolicyJson
 
@@ -203,7 +203,7 @@ class Timer(Struct, frozen=True, kw_only=True, rename="camel"):
     tags: tuple[str, ...] = ()
     headers: dict[str, str] | None = None
     missed: Missed | None = None
-    outcome: Ending | None = None
+    outcome: Outcome | None = None
     reached_at: datetime | None = None
     first_attempt_at: datetime | None = None
     last_attempt_at: datetime | None = None

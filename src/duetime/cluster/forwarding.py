@@ -15,67 +15,73 @@ from duetime.domain.timer import Created, TimerKey, TimerPatch, TimerSpec, Timer
 from duetime.errors import NotOwner, Unserved
 
 __all__ = [
-    "CreateOrder",
-    "DeleteOrder",
-    "FireNowOrder",
+    "Command",
+    "CommandAnswer",
+    "CreateCommand",
+    "DeleteCommand",
+    "FireNowCommand",
     "Forward",
     "NoPeers",
-    "Order",
-    "OrderAnswer",
     "Peer",
     "Peers",
-    "ReplayOrder",
-    "UpdateOrder",
+    "ReplayCommand",
+    "UpdateCommand",
     "key_of",
     "payload_chars",
 ]
 
 
-class CreateOrder(Struct, frozen=True, tag="create"):
+class CreateCommand(Struct, frozen=True, tag="create"):
     spec: TimerSpec
 
 
-class UpdateOrder(Struct, frozen=True, tag="update"):
+class UpdateCommand(Struct, frozen=True, tag="update"):
     key: TimerKey
     patch: TimerPatch
 
 
-class DeleteOrder(Struct, frozen=True, tag="delete"):
+class DeleteCommand(Struct, frozen=True, tag="delete"):
     key: TimerKey
 
 
-class FireNowOrder(Struct, frozen=True, tag="fireNow"):
+class FireNowCommand(Struct, frozen=True, tag="fireNow"):
     key: TimerKey
 
 
-class ReplayOrder(Struct, frozen=True, tag="replay"):
+class ReplayCommand(Struct, frozen=True, tag="replay"):
     key: TimerKey
 
 
-Order = CreateOrder | UpdateOrder | DeleteOrder | FireNowOrder | ReplayOrder
-OrderAnswer = Created | Updated | Verdict | TimerView
+Command = CreateCommand | UpdateCommand | DeleteCommand | FireNowCommand | ReplayCommand
+CommandAnswer = Created | Updated | Verdict | TimerView
 
 
-def key_of(order: Order) -> TimerKey:
-    if isinstance(order, CreateOrder):
-        return TimerKey(order.spec.namespace, order.spec.timer_id)
-    return order.key
+def key_of(command: Command) -> TimerKey:
+    if isinstance(command, CreateCommand):
+        return TimerKey(command.spec.namespace, command.spec.timer_id)
+    return command.key
 
 
-def payload_chars(order: Order) -> int:
+def payload_chars(command: Command) -> int:
     """How large an order is, as far as it is worth counting."""
-    wish = order.spec if isinstance(order, CreateOrder) else order.patch if isinstance(order, UpdateOrder) else None
+    wish = (
+        command.spec
+        if isinstance(command, CreateCommand)
+        else command.patch
+        if isinstance(command, UpdateCommand)
+        else None
+    )
     payload = None if wish is None else wish.payload
     return len(payload) if isinstance(payload, str) else 0
 
 
-class Forward(Struct, frozen=True):
-    """An order on its way to the owner of a shard."""
+class Forward(Struct, frozen=True, rename={"command_id": "order_id", "command": "order"}):
+    """A command on its way to the owner of a shard. The encoded names are those of version 0.1."""
 
-    order_id: str
+    command_id: str
     shard_id: int
     version: int
-    order: Order
+    command: Command
 
 
 class Peer(Struct, frozen=True):
@@ -87,7 +93,7 @@ class Peer(Struct, frozen=True):
 
 
 class Peers(Protocol):
-    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
+    async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
         """The other instance's answer, or the error it raised. NotOwner: certainly not applied, the shard is
         not there. OutcomeUnknown: nobody knows whether it arrived."""
         ...
@@ -102,7 +108,7 @@ class Peers(Protocol):
 class NoPeers:
     """An instance that is alone."""
 
-    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
+    async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
         raise NotOwner
 
     async def status(self, peer: Peer) -> InstanceStatus:

@@ -23,7 +23,7 @@ from duetime.clock import Clock, OffsetBounds
 from duetime.config import EngineConfig
 from duetime.errors import MemberDead, OutcomeUnknown, StoreError
 from duetime.store import Member, Store
-from duetime.telemetry import Telemetry, Trouble, log
+from duetime.telemetry import FailureLog, Telemetry, log
 
 __all__ = ["EARLY_MAX_MS", "Membership"]
 
@@ -56,7 +56,7 @@ class Membership:
         self.instance_id = ""
         self.secret = ""
         self.skew_ms = 0
-        self.trouble = Trouble("heartbeats fail, and without them nothing is fired", "heartbeats succeed again")
+        self.trouble = FailureLog("heartbeats fail, and without them nothing is fired", "heartbeats succeed again")
         self.alive: dict[str, Member] = {}  # as last read, this instance included
         self._counter = 0
         self._lease_until_ms = _NEVER
@@ -116,7 +116,7 @@ class Membership:
     def may_claim(self) -> bool:
         return self.may_fire() and self._clock.boot_ms() >= self._claims_from_ms
 
-    def is_steady(self, instance_id: str) -> bool:
+    def is_established(self, instance_id: str) -> bool:
         """Has it been there for a while? Who comes and goes again and again gets nothing from those who stay."""
         now_ms = self._clock.boot_ms()
         _, beat_at_ms = self._seen.get(instance_id, (0, _NEVER))
@@ -141,7 +141,7 @@ class Membership:
         await self.beat()
         if self.is_skewed:
             await self.beat()  # says so at once, or the others would make room
-        await self._bury_predecessors()
+        await self._mark_predecessors_dead()
         await self.observe()
 
     async def beat(self) -> None:
@@ -156,9 +156,9 @@ class Membership:
             raise
         except StoreError as error:
             self._telemetry.heartbeats.add("failed")
-            self.trouble.goes_on(error, self._clock.boot_ms())
+            self.trouble.failed(error, self._clock.boot_ms())
             return
-        self.trouble.is_over()
+        self.trouble.recovered()
         self._telemetry.heartbeats.add("ok")
         self._judge_clock(store_ms, started_ms)
         if self.is_skewed:
@@ -207,7 +207,7 @@ class Membership:
         members = {member.instance_id: member for member in await self._store.members()}
         # After the reading, not before: its counter may have been raised while we waited for the answer.
         boot_ms = self._clock.boot_ms()
-        self._forgive(boot_ms)
+        self._discount_unobserved_time(boot_ms)
         for member in members.values():
             if member.instance_id == self.instance_id:
                 continue
@@ -217,18 +217,18 @@ class Membership:
             counter, since_ms = self._seen.get(member.instance_id, (_NEVER, boot_ms))
             if counter != member.counter:
                 self._seen[member.instance_id] = (member.counter, boot_ms)
-            elif boot_ms - since_ms > self._config.dead_after.ms and await self._bury(member):
+            elif boot_ms - since_ms > self._config.dead_after.ms and await self._mark_dead(member):
                 members[member.instance_id] = replace(member, alive=False)
         for gone in self._seen.keys() - members.keys():
             del self._seen[gone]
         self._first_seen_ms = {name: self._first_seen_ms.get(name, boot_ms) for name in members}
         for gone in self._dead_since_ms.keys() - members.keys():
             del self._dead_since_ms[gone]
-        before = set(self.alive), self.fit
+        before = set(self.alive), self.eligible
         self.alive = {name: member for name, member in members.items() if member.alive}
-        return before != (set(self.alive), self.fit)
+        return before != (set(self.alive), self.eligible)
 
-    def _forgive(self, boot_ms: int) -> None:
+    def _discount_unobserved_time(self, boot_ms: int) -> None:
         """Time in which we could not look is no time in which we saw somebody stand still: when a database comes back
         after a while, whoever is there first must not bury the others. Once or twice a heartbeat may be missed."""
         blind_ms = boot_ms - self._observed_at_ms - 2 * self._config.heartbeat_interval.ms
@@ -237,11 +237,11 @@ class Membership:
         self._observed_at_ms = boot_ms
 
     @property
-    def fit(self) -> tuple[str, ...]:
+    def eligible(self) -> tuple[str, ...]:
         """Those of the living that may own shards."""
-        return tuple(sorted(name for name, member in self.alive.items() if self._is_fit(member)))
+        return tuple(sorted(name for name, member in self.alive.items() if self._is_eligible(member)))
 
-    def _is_fit(self, member: Member) -> bool:
+    def _is_eligible(self, member: Member) -> bool:
         if member.instance_id == self.instance_id:
             return not self.is_skewed
         return member.counter % 2 == 0
@@ -266,7 +266,7 @@ class Membership:
         except StoreError as error:
             log.warning("could not sign off: %s", error)
 
-    async def _bury_predecessors(self) -> None:
+    async def _mark_predecessors_dead(self) -> None:
         """Those of whom it is certain without waiting that they fire nothing any more: who we were before, and,
         where the store is ours alone, everybody else."""
         exclusive = self._store.capabilities.exclusive
@@ -279,7 +279,7 @@ class Membership:
                 await self._store.forget_member(member.instance_id)
         self._former.clear()
 
-    async def _bury(self, member: Member) -> bool:
+    async def _mark_dead(self, member: Member) -> bool:
         try:
             dead = await self._store.mark_dead(member.instance_id, member.counter)
         except OutcomeUnknown:

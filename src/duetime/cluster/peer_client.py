@@ -15,15 +15,15 @@ from typing import Final, Protocol
 
 import msgspec
 
-from duetime.cluster.forwarding import Forward, OrderAnswer, Peer, payload_chars
+from duetime.cluster.forwarding import CommandAnswer, Forward, Peer, payload_chars
 from duetime.cluster.peer_protocol import (
-    ORDERS_PATH,
+    COMMANDS_PATH,
     REFUSED,
     SIGNATURE,
     STATUS_PATH,
-    Orders,
-    Question,
-    decode_answers,
+    CommandBatch,
+    StatusRequest,
+    decode_replies,
     decode_status,
     encode,
     read_reply,
@@ -32,10 +32,10 @@ from duetime.cluster.peer_protocol import (
 from duetime.domain.status import InstanceStatus
 from duetime.errors import Busy, Conflict, DuetimeError, NotOwner, OutcomeUnknown, Unserved
 from duetime.http.client import Answer, HttpClient, HttpError, Target, parse_target, request_head
-from duetime.telemetry import Trouble, log
+from duetime.telemetry import FailureLog, log
 from duetime.wire import ProblemJson
 
-__all__ = ["HttpPeers"]
+__all__ = ["PeerClient"]
 
 _REQUESTS_MAX: Final = 4  # under way to one instance
 _ORDERS_MAX: Final = 256  # in one request
@@ -60,7 +60,7 @@ class Http(Protocol):
     async def close(self) -> None: ...
 
 
-class HttpPeers:
+class PeerClient:
     """`me` answers this instance's id, which changes when it joins again."""
 
     def __init__(self, me: Callable[[], str], http: Http | None = None) -> None:
@@ -72,9 +72,9 @@ class HttpPeers:
         # The last request number by the peer's id, ordered by last use. A peer gets a new id when it joins again. A
         # number that was used before is refused as a replay.
         self._numbers: dict[str, int] = {}
-        self._refusals: dict[str, Trouble] = {}
+        self._refusals: dict[str, FailureLog] = {}
 
-    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
+    async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
         line = self._lines.get(peer.instance_id)
         if line is None:
             self._hang_up()
@@ -82,7 +82,7 @@ class HttpPeers:
         return await line.ask(forward)
 
     async def status(self, peer: Peer) -> InstanceStatus:
-        question = Question(peer.instance_id, self._me(), self._next_number(peer))
+        question = StatusRequest(peer.instance_id, self._me(), self._next_number(peer))
         try:
             answer = await self._post(peer, STATUS_PATH, encode(question), _STATUS_TIMEOUT_MS)
         except HttpError as error:
@@ -101,8 +101,8 @@ class HttpPeers:
         return number
 
     async def _call(self, peer: Peer, new: list[Forward], again: list[str]) -> Answer | None:
-        orders = Orders(peer.instance_id, self._me(), self._next_number(peer), new, again)
-        return await self._post(peer, ORDERS_PATH, encode(orders), _REQUEST_TIMEOUT_MS)
+        commands = CommandBatch(peer.instance_id, self._me(), self._next_number(peer), new, again)
+        return await self._post(peer, COMMANDS_PATH, encode(commands), _REQUEST_TIMEOUT_MS)
 
     async def _post(self, peer: Peer, path: str, body: bytes, timeout_ms: int) -> Answer | None:
         """None: a kept connection broke; the request may have arrived, so it is not sent again."""
@@ -123,16 +123,16 @@ class HttpPeers:
         trouble = self._refusals.get(peer.instance_id)
         if answer.status == 200:
             if trouble is not None:
-                trouble.is_over()
+                trouble.recovered()
             return
         if trouble is None:
             if len(self._refusals) >= _LINES_MAX:
                 self._refusals.clear()
             names = f"instance {peer.instance_id} at {peer.address}"
-            trouble = self._refusals[peer.instance_id] = Trouble(
+            trouble = self._refusals[peer.instance_id] = FailureLog(
                 f"requests of this instance ({self._me()}) to {names} fail", f"{names} answers requests again"
             )
-        trouble.goes_on(Unserved(_refusal(answer)), int(asyncio.get_running_loop().time() * 1_000))
+        trouble.failed(Unserved(_refusal(answer)), int(asyncio.get_running_loop().time() * 1_000))
 
     def _hang_up(self) -> None:
         """Ids of instances are never used again: lines that nobody waits on are dropped."""
@@ -159,13 +159,13 @@ class _Waiting:
 
     __slots__ = ("asked_at", "forward", "future", "taken")
 
-    def __init__(self, forward: Forward, future: asyncio.Future[OrderAnswer], asked_at: float) -> None:
+    def __init__(self, forward: Forward, future: asyncio.Future[CommandAnswer], asked_at: float) -> None:
         self.forward = forward
         self.future = future
         self.asked_at = asked_at
         self.taken = False
 
-    def tell(self, answer: OrderAnswer | DuetimeError) -> None:
+    def tell(self, answer: CommandAnswer | DuetimeError) -> None:
         if self.future.done():  # whoever asked has gone
             return
         if isinstance(answer, DuetimeError):
@@ -187,7 +187,7 @@ class _Line:
     def in_use(self) -> bool:
         return bool(self._waiting or self._under_way)
 
-    async def ask(self, forward: Forward) -> OrderAnswer:
+    async def ask(self, forward: Forward) -> CommandAnswer:
         if len(self._waiting) >= _WAITING_MAX:
             raise Busy
         waiting = _Waiting(forward, self._loop.create_future(), self._loop.time())
@@ -203,9 +203,9 @@ class _Line:
 
     def _leave(self) -> None:
         self._planned = False
-        orders = self._next()
-        if orders:
-            task = self._loop.create_task(self._carry(orders))
+        commands = self._next()
+        if commands:
+            task = self._loop.create_task(self._carry(commands))
             self._under_way.add(task)
             task.add_done_callback(self._back)
         self._plan()
@@ -216,24 +216,24 @@ class _Line:
 
     def _next(self) -> list[_Waiting]:
         """The oldest, as many as fit a request."""
-        orders: list[_Waiting] = []
+        commands: list[_Waiting] = []
         room = _PAYLOAD_CHARS_MAX
         too_old = self._loop.time() - _UNSENT_S
-        while self._waiting and len(orders) < _ORDERS_MAX and room > 0:
+        while self._waiting and len(commands) < _ORDERS_MAX and room > 0:
             waiting = self._waiting.popleft()
             if not waiting.taken and waiting.asked_at < too_old:
                 waiting.tell(NotOwner("the owner does not answer"))
                 continue
-            orders.append(waiting)
-            room -= 0 if waiting.taken else payload_chars(waiting.forward.order)
-        return orders
+            commands.append(waiting)
+            room -= 0 if waiting.taken else payload_chars(waiting.forward.command)
+        return commands
 
-    async def _carry(self, orders: list[_Waiting]) -> None:
+    async def _carry(self, commands: list[_Waiting]) -> None:
         """One request and what comes of it. Every order is told, or waits again."""
-        new = [order for order in orders if not order.taken]
-        again = [order for order in orders if order.taken]
+        new = [command for command in commands if not command.taken]
+        again = [command for command in commands if command.taken]
         try:
-            answer = await self._call(self._peer, [o.forward for o in new], [o.forward.order_id for o in again])
+            answer = await self._call(self._peer, [o.forward for o in new], [o.forward.command_id for o in again])
             if answer is None:
                 raise HttpError("the connection broke before the answer", sent=True)
             if answer.status != 200:
@@ -248,7 +248,7 @@ class _Line:
             self._give_back(error.reason)
         except Exception as error:  # nobody may wait for ever, whatever it was
             log.exception("unexpected error in a request to the instance at %s", self._peer.address)
-            _tell(orders, OutcomeUnknown(f"the answer cannot be read: {error!r}"))
+            _tell(commands, OutcomeUnknown(f"the answer cannot be read: {error!r}"))
 
     def _give_back(self, reason: str) -> None:
         """What has not been sent yet need not be sent to where nobody answers."""
@@ -256,26 +256,26 @@ class _Line:
         self._waiting = deque(waiting for waiting in self._waiting if waiting.taken)
         _tell(unsent, NotOwner(reason))
 
-    def _read(self, orders: list[_Waiting], answer: Answer) -> None:
-        replies = decode_answers(answer.body).replies
-        if len(replies) != len(orders):  # then it is not known which order a reply belongs to
-            raise ValueError(f"{len(replies)} replies to {len(orders)} orders")
+    def _read(self, commands: list[_Waiting], answer: Answer) -> None:
+        replies = decode_replies(answer.body).replies
+        if len(replies) != len(commands):  # then it is not known which order a reply belongs to
+            raise ValueError(f"{len(replies)} replies to {len(commands)} orders")
         overdue = self._loop.time() - _ORDER_TIMEOUT_S
-        for order, reply in zip(orders, replies, strict=True):
+        for command, reply in zip(commands, replies, strict=True):
             try:
                 decided = read_reply(reply)
             except DuetimeError as error:
-                order.tell(error)
+                command.tell(error)
                 continue
             if decided is not None:
-                order.tell(decided)
-            elif order.asked_at < overdue:
-                order.tell(OutcomeUnknown("the owner has not decided in time"))
+                command.tell(decided)
+            elif command.asked_at < overdue:
+                command.tell(OutcomeUnknown("the owner has not decided in time"))
             else:
-                order.taken = True
-                self._waiting.append(order)
+                command.taken = True
+                self._waiting.append(command)
 
 
-def _tell(orders: Iterable[_Waiting], error: DuetimeError) -> None:
-    for order in orders:
-        order.tell(error)
+def _tell(commands: Iterable[_Waiting], error: DuetimeError) -> None:
+    for command in commands:
+        command.tell(error)

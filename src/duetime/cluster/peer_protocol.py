@@ -17,39 +17,39 @@ import msgspec
 from msgspec import Struct
 
 from duetime import errors
-from duetime.cluster.forwarding import Forward, OrderAnswer
+from duetime.cluster.forwarding import CommandAnswer, Forward
 from duetime.domain.status import InstanceStatus
 from duetime.domain.timer import Created, TimerView, Updated, Verdict
 from duetime.errors import DuetimeError, OutcomeUnknown
 
 __all__ = [
+    "COMMANDS_PATH",
     "MSGPACK",
-    "ORDERS_PATH",
     "REFUSED",
     "SIGNATURE",
     "STATUS_PATH",
-    "Answers",
-    "Orders",
-    "Question",
+    "CommandBatch",
     "Reply",
-    "decode_answers",
-    "decode_orders",
-    "decode_question",
+    "ReplyBatch",
+    "StatusRequest",
+    "decode_commands",
+    "decode_replies",
     "decode_status",
+    "decode_status_request",
     "encode",
     "read_reply",
     "reply_of",
     "sign",
 ]
 
-ORDERS_PATH: Final = "/peer/v1/orders"
+COMMANDS_PATH: Final = "/peer/v1/orders"
 STATUS_PATH: Final = "/peer/v1/status"
 SIGNATURE: Final = "duetime-signature"
 REFUSED: Final = "duetime-refused"  # on an answer: by the door of an instance, before anything was carried out
 MSGPACK: Final = b"application/msgpack"
 
 
-class Orders(Struct, frozen=True):
+class CommandBatch(Struct, frozen=True):
     """A request: new orders, and the ids of some that were given before and not answered yet."""
 
     to: str
@@ -59,7 +59,7 @@ class Orders(Struct, frozen=True):
     again: list[str] = []
 
 
-class Question(Struct, frozen=True):
+class StatusRequest(Struct, frozen=True):
     """A request that asks for the status."""
 
     to: str
@@ -80,16 +80,16 @@ class Reply(Struct, frozen=True, omit_defaults=True):
     code: str = ""
 
 
-class Answers(Struct, frozen=True):
+class ReplyBatch(Struct, frozen=True):
     """One for each of `new`, then one for each of `again`."""
 
     replies: list[Reply]
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_orders = msgspec.msgpack.Decoder(Orders).decode
-decode_question = msgspec.msgpack.Decoder(Question).decode
-decode_answers = msgspec.msgpack.Decoder(Answers).decode
+decode_commands = msgspec.msgpack.Decoder(CommandBatch).decode
+decode_status_request = msgspec.msgpack.Decoder(StatusRequest).decode
+decode_replies = msgspec.msgpack.Decoder(ReplyBatch).decode
 decode_status = msgspec.msgpack.Decoder(InstanceStatus).decode
 
 
@@ -97,7 +97,7 @@ def sign(secret: str, body: bytes) -> str:
     return hmac.digest(secret.encode(), body, "sha256").hex()
 
 
-def reply_of(answer: OrderAnswer | DuetimeError) -> Reply:
+def reply_of(answer: CommandAnswer | DuetimeError) -> Reply:
     match answer:
         case Created():
             return Reply(created=answer)
@@ -116,7 +116,7 @@ _ERRORS = {
 }
 
 
-def read_reply(reply: Reply) -> OrderAnswer | None:
+def read_reply(reply: Reply) -> CommandAnswer | None:
     """What was answered, None if nothing was yet; raises the error that was."""
     if reply.error is not None:
         raise _error_of(reply, reply.error)

@@ -24,7 +24,7 @@ from duetime.config import Config
 from duetime.deliveries import egress
 from duetime.delivery import Attempt
 from duetime.domain.instants import format_instant
-from duetime.domain.timer import ANSWER_BYTES_MAX, Contact, Namespace, Outcome, Timer
+from duetime.domain.timer import ANSWER_BYTES_MAX, AttemptResult, Contact, Namespace, Timer
 from duetime.errors import SetupError
 from duetime.http.client import Answer, HttpClient, HttpError
 from duetime.http.urls import Target, parse_target, request_head
@@ -37,7 +37,7 @@ HEADER_BYTES_MAX = 8 * 1024
 # Entries of each of the caches below; a full one starts over, which costs less than keeping an order.
 _CACHED_MAX = 4_096
 
-_NOT_SENT = Outcome(Contact.NOT_SENT)
+_NOT_SENT = AttemptResult(Contact.NOT_SENT)
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -145,11 +145,11 @@ class Webhook:
         known = self._known.get(url) or self._learn(url)
         return url if isinstance(known, str) else known.target.origin
 
-    async def deliver(self, attempt: Attempt) -> Outcome:
+    async def deliver(self, attempt: Attempt) -> AttemptResult:
         timer = attempt.timer
         known = self._known.get(timer.callback_url) or self._learn(timer.callback_url)
         if isinstance(known, str):
-            return Outcome(Contact.REFUSED, error=f"callbackUrl {known}")
+            return AttemptResult(Contact.REFUSED, error=f"callbackUrl {known}")
         began = False
 
         def begin() -> bytes | None:
@@ -167,25 +167,27 @@ class Webhook:
             return self._failure(error)
         if answer is not None:
             retry_after_ms = self._retry_after_ms(answer)
-            return Outcome(Contact.ANSWERED, answer.status, answer.body, retry_after_ms, truncated=answer.truncated)
+            return AttemptResult(
+                Contact.ANSWERED, answer.status, answer.body, retry_after_ms, truncated=answer.truncated
+            )
         if began:  # it was sent once, on a connection that closed, and may not be sent again: that was an attempt
-            return Outcome(Contact.BROKEN, error="connection closed before the answer")
+            return AttemptResult(Contact.BROKEN, error="connection closed before the answer")
         return _NOT_SENT
 
     async def close(self) -> None:
         await self._client.close()
         await self._resolver.close()
 
-    def _failure(self, error: Exception) -> Outcome:
+    def _failure(self, error: Exception) -> AttemptResult:
         if isinstance(error, HttpError):
-            return Outcome(Contact.BROKEN, error=error.reason)
+            return AttemptResult(Contact.BROKEN, error=error.reason)
         if isinstance(error, egress.Refused):
-            return Outcome(Contact.REFUSED, error=str(error))
+            return AttemptResult(Contact.REFUSED, error=str(error))
         # A bug, then. It must not stop the firing of timers, nor fill the log at the rate they fire.
         if type(error) not in self._bugs_logged:
             self._bugs_logged.add(type(error))
             log.error("a callback failed in a way nobody foresaw; it counts as a failed attempt", exc_info=error)
-        return Outcome(Contact.BROKEN, error=f"internal error: {type(error).__name__}")
+        return AttemptResult(Contact.BROKEN, error=f"internal error: {type(error).__name__}")
 
     # what is sent
 

@@ -152,7 +152,7 @@ class Timer(Struct, frozen=True, gc=False, kw_only=True):
         return f"{uuid_hex(self.uuid_high, self.uuid_low)}.{self.generation:x}.{self.extras.occurrence}"
 
 
-class Ending(enum.StrEnum):
+class Outcome(enum.StrEnum):
     """How a timer ended."""
 
     DELIVERED = "delivered"
@@ -161,11 +161,11 @@ class Ending(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-class Reached(Struct, frozen=True, gc=False, kw_only=True):
+class Reached(Struct, frozen=True, gc=False, kw_only=True, rename={"outcome": "ending"}):
     """A timer that is over, kept for the retention. `timer` is how it stood at its end."""
 
     timer: Timer
-    ending: Ending
+    outcome: Outcome
     reached_at_ms: int
     purge_at_ms: int
 
@@ -228,8 +228,8 @@ class Namespace(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="c
     signing_secrets: tuple[str, ...] = ()
     later: dict[str, Any] | None = None  # as in Extras
 
-    def retention_ms(self, ending: Ending) -> int:
-        return self.failed_retention_ms if ending is Ending.FAILED else self.delivered_retention_ms
+    def retention_ms(self, outcome: Outcome) -> int:
+        return self.failed_retention_ms if outcome is Outcome.FAILED else self.delivered_retention_ms
 
 
 SECRET_PREFIX = "whsec_"  # noqa: S105 (a prefix, not a password)
@@ -352,7 +352,7 @@ class Contact(enum.Enum):
     NOT_SENT = "not_sent"  # lease, ownership or generation changed before the first byte: not an attempt
 
 
-class Outcome(Struct, frozen=True, gc=False):
+class AttemptResult(Struct, frozen=True, gc=False):
     """What a Deliverer returns, always as a value, never as an exception."""
 
     contact: Contact
@@ -385,48 +385,50 @@ ERROR_CHARS_MAX = 500
 
 def settle(
     timer: Timer,
-    outcome: Outcome,
+    result: AttemptResult,
     namespace: Namespace,
     *,
     started_at_ms: int,
     now_ms: int,
     jitter: float,
 ) -> Settlement:
-    """The settle table of the design: what an attempt's outcome makes of its timer. `jitter` is in [0, 1)."""
-    if outcome.contact is Contact.NOT_SENT:
+    """The settle table of the design: what the result of an attempt makes of its timer. `jitter` is in [0, 1)."""
+    if result.contact is Contact.NOT_SENT:
         return Settlement(rearmed=armed_at(timer, max(timer.execute_at_ms, now_ms), occurrence_done=False))
     tried = attempted(timer, started_at_ms)
-    if outcome.contact is Contact.REFUSED:
-        return _ended(tried, namespace, Ending.FAILED, now_ms, outcome.error or "refused")
-    if outcome.contact is Contact.BROKEN:
-        return _retry(tried, namespace, now_ms, jitter, None, outcome.error or "connection failed")
-    status = outcome.status
+    if result.contact is Contact.REFUSED:
+        return _ended(tried, namespace, Outcome.FAILED, now_ms, result.error or "refused")
+    if result.contact is Contact.BROKEN:
+        return _retry(tried, namespace, now_ms, jitter, None, result.error or "connection failed")
+    status = result.status
     if 200 <= status < 300:
-        return _settle_success(tried, outcome, namespace, now_ms, jitter)
+        return _settle_success(tried, result, namespace, now_ms, jitter)
     error = f"HTTP {status}"
     if status >= 500 or status in _RETRIED_STATUSES:
-        return _retry(tried, namespace, now_ms, jitter, outcome.retry_after_ms, error)
-    return _ended(tried, namespace, Ending.FAILED, now_ms, error)
+        return _retry(tried, namespace, now_ms, jitter, result.retry_after_ms, error)
+    return _ended(tried, namespace, Outcome.FAILED, now_ms, error)
 
 
-def _settle_success(timer: Timer, outcome: Outcome, namespace: Namespace, now_ms: int, jitter: float) -> Settlement:
-    ok, next_at_ms, problem = read_answer(outcome.body, truncated=outcome.truncated)
+def _settle_success(
+    timer: Timer, result: AttemptResult, namespace: Namespace, now_ms: int, jitter: float
+) -> Settlement:
+    ok, next_at_ms, problem = read_answer(result.body, truncated=result.truncated)
     if ok is None and problem is None:
         if namespace.require_ok:
             problem = 'the namespace demands {"ok": true}, the answer has no "ok"'
         else:
             ok = True
     if problem is not None:
-        return _retry(timer, namespace, now_ms, jitter, outcome.retry_after_ms, problem)
+        return _retry(timer, namespace, now_ms, jitter, result.retry_after_ms, problem)
     if next_at_ms is not None:
         # A time that is past means at once: nothing is ever armed behind the present.
         rearmed = armed_at(timer, max(next_at_ms, now_ms), occurrence_done=bool(ok))
         if not ok:
             return Settlement(rearmed=_with_error(rearmed, "asked to be called again"))
-        return Settlement(_reached(timer, namespace, Ending.DELIVERED, now_ms), rearmed, True)
+        return Settlement(_reached(timer, namespace, Outcome.DELIVERED, now_ms), rearmed, True)
     if ok:
-        return Settlement(_reached(timer, namespace, Ending.DELIVERED, now_ms), None, True)
-    return _retry(timer, namespace, now_ms, jitter, outcome.retry_after_ms, 'answered "ok": false')
+        return Settlement(_reached(timer, namespace, Outcome.DELIVERED, now_ms), None, True)
+    return _retry(timer, namespace, now_ms, jitter, result.retry_after_ms, 'answered "ok": false')
 
 
 def read_answer(body: bytes, *, truncated: bool = False) -> tuple[bool | None, int | None, str | None]:
@@ -477,14 +479,14 @@ def missed(timer: Timer, namespace: Namespace, now_ms: int) -> Settlement | None
         return None
     late_by_ms = now_ms - timer.scheduled_at_ms
     if policy.skip_if_late_by_ms is not None and late_by_ms > policy.skip_if_late_by_ms:
-        return _ended(timer, namespace, Ending.SKIPPED, now_ms, f"late by {late_by_ms} ms")
+        return _ended(timer, namespace, Outcome.SKIPPED, now_ms, f"late by {late_by_ms} ms")
     if policy.fail_if_late_by_ms is not None and late_by_ms > policy.fail_if_late_by_ms:
-        return _ended(timer, namespace, Ending.FAILED, now_ms, f"late by {late_by_ms} ms")
+        return _ended(timer, namespace, Outcome.FAILED, now_ms, f"late by {late_by_ms} ms")
     return None
 
 
 def cancelled(timer: Timer, namespace: Namespace, now_ms: int) -> Reached:
-    return _reached(timer, namespace, Ending.CANCELLED, now_ms)
+    return _reached(timer, namespace, Outcome.CANCELLED, now_ms)
 
 
 def backoff_ms(policy: RetryPolicy, retries: int, jitter: float) -> int:
@@ -526,27 +528,27 @@ def _retry(
     policy = timer.retry_policy or namespace.retry_policy
     retries = timer.attempts
     if policy.max_retries is not None and retries > policy.max_retries:
-        return _ended(timer, namespace, Ending.FAILED, now_ms, error)
+        return _ended(timer, namespace, Outcome.FAILED, now_ms, error)
     first = timer.extras.first_attempt_at_ms
     last_ms = (now_ms if first is None else first) + policy.max_duration_ms
     earliest_ms = now_ms + min(retry_after_ms or 0, RETRY_AFTER_MAX_MS)
     if now_ms >= last_ms or earliest_ms > last_ms:
-        return _ended(timer, namespace, Ending.FAILED, now_ms, error)
+        return _ended(timer, namespace, Outcome.FAILED, now_ms, error)
     # A pause that would pass the limit ends at it: the last attempt is made there, whatever the dice said.
     execute_at_ms = max(earliest_ms, min(now_ms + backoff_ms(policy, retries, jitter), last_ms))
     return Settlement(rearmed=_with_error(armed_at(timer, execute_at_ms, occurrence_done=False), error))
 
 
-def _ended(timer: Timer, namespace: Namespace, ending: Ending, now_ms: int, error: str) -> Settlement:
-    return Settlement(reached=_reached(_with_error(timer, error), namespace, ending, now_ms))
+def _ended(timer: Timer, namespace: Namespace, outcome: Outcome, now_ms: int, error: str) -> Settlement:
+    return Settlement(reached=_reached(_with_error(timer, error), namespace, outcome, now_ms))
 
 
-def _reached(timer: Timer, namespace: Namespace, ending: Ending, now_ms: int) -> Reached:
+def _reached(timer: Timer, namespace: Namespace, outcome: Outcome, now_ms: int) -> Reached:
     return Reached(
         timer=timer,
-        ending=ending,
+        outcome=outcome,
         reached_at_ms=now_ms,
-        purge_at_ms=now_ms + namespace.retention_ms(ending),
+        purge_at_ms=now_ms + namespace.retention_ms(outcome),
     )
 
 

@@ -19,14 +19,14 @@ from duetime.config import Config
 from duetime.delivery import Deliverer
 from duetime.domain.timer import TimerKey
 from duetime.engine.fire_loop import FireLoop
-from duetime.engine.group_commit import Lane, Lookup
-from duetime.engine.look_ahead import Horizon
+from duetime.engine.group_commit import BatchedReader, GroupCommit
+from duetime.engine.look_ahead import LookAhead
 from duetime.engine.namespaces import Namespaces
 from duetime.engine.shard import Entry, Shard
 from duetime.errors import DuetimeError, FailedOver, MemberDead, NotOwner, OutcomeUnknown, ShardLost, StoreError
-from duetime.single_flight import Shared
+from duetime.single_flight import SingleFlight
 from duetime.store import Claim, Fence, Found, ShardRow, Store, guarded
-from duetime.telemetry import Telemetry, Trouble, log
+from duetime.telemetry import FailureLog, Telemetry, log
 
 __all__ = ["Engine"]
 
@@ -59,7 +59,7 @@ class Engine:
         self.rows: dict[int, ShardRow] = {}  # all shards, as last read
         self.namespaces = Namespaces(store, clock)
         self.membership = Membership(store, clock, config.engine, telemetry, rng, address)
-        self.lookup = Lookup(store)
+        self.lookup = BatchedReader(store)
         self.fire_loop = FireLoop(
             config.delivery,
             self.membership,
@@ -70,7 +70,7 @@ class Engine:
             lambda: self._once(self._read_namespaces),
             congested=lambda: self.unsettled >= _UNSETTLED_MAX,
         )
-        self.horizon = Horizon(store, config.engine, self.membership, self.fire_loop, self.shards)
+        self.horizon = LookAhead(store, config.engine, self.membership, self.fire_loop, self.shards)
         self.writes_waiting = 0
         self.unsettled = 0
         self.writes_waiting_max = config.engine.writes_waiting_max
@@ -82,7 +82,7 @@ class Engine:
         self.clock = clock
         self._rng = rng
         self._lanes = [
-            Lane(
+            GroupCommit(
                 store,
                 clock,
                 telemetry,
@@ -90,17 +90,17 @@ class Engine:
                 unknown=self._unknown,
                 committed=self.fire_loop.flow.resume,
             )
-            for _ in range(store.capabilities.lanes)
+            for _ in range(store.capabilities.parallel_commits)
         ]
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_task: asyncio.Task[None] | None = None  # of an engine that an internal error has ended
         self._under_way: set[str] = set()
         self._newly_lost = 0
-        self._shared_balance = Shared(self._balance)
+        self._shared_balance = SingleFlight(self._balance)
         self._settled = False  # as last read, every shard is where it should be
-        self._look_trouble = Trouble("could not look at the cluster", "the cluster is in sight again")
-        self._purge_trouble = Trouble("could not purge what is past its retention", "purging again")
-        self._recovery_trouble = Trouble("shards are not recovered yet", "shards are recovered")
+        self._cluster_read_log = FailureLog("could not look at the cluster", "the cluster is in sight again")
+        self._purge_log = FailureLog("could not purge what is past its retention", "purging again")
+        self._recovery_log = FailureLog("shards are not recovered yet", "shards are recovered")
         self._balanced_at_ms = 0
         self._wire_gauges()
 
@@ -135,7 +135,7 @@ class Engine:
             if self._store.capabilities.exclusive:
                 raise
             # This instance is a member by now, and goes on from here: the next look claims.
-            self._look_trouble.goes_on(error, self.clock.boot_ms())
+            self._cluster_read_log.failed(error, self.clock.boot_ms())
         self._spawn(self._sweeps())
         self._spawn(self._purges())
         self.started = True
@@ -251,14 +251,14 @@ class Engine:
         if not self._store.capabilities.exclusive:
             # Members after shards, never before: an owner that joined in between would look dead.
             await self.membership.observe()
-        alive, fit = self.membership.alive, self.membership.fit
+        alive, eligible = self.membership.alive, self.membership.eligible
         me = self.membership.instance_id
         if not self.stopping and me in alive and not self.membership.may_claim():
             # One whose clock is off is alive: what it does not serve, and yet owns, nobody else may take.
             await self._give_free([row.fence for row in self.rows.values() if self._is_orphan(row)])
         if self.stopping or not self.membership.may_claim() or me not in alive:
             return  # nothing is claimed before this instance is fully alive, nor once it is dead
-        target = owners(len(self.rows), fit)
+        target = owners(len(self.rows), eligible)
         wanted: list[ShardRow] = []
         unwanted: list[Shard] = []
         orphaned: list[Fence] = []
@@ -269,7 +269,7 @@ class Engine:
                 # Another has it, or a failover of the database has forgotten that we do.
                 if row.fence != shard.fence and shard.fenced_at_ms < asked_at_ms and not shard.recovering:
                     self._lost(shard, OutcomeUnknown())
-                elif not is_mine and not shard.draining and self.membership.is_steady(target[row.shard_id]):
+                elif not is_mine and not shard.draining and self.membership.is_established(target[row.shard_id]):
                     unwanted.append(shard)
             elif is_mine and (row.owner_id == me or row.owner_id not in alive):
                 wanted.append(row)
@@ -382,14 +382,14 @@ class Engine:
                     return
                 found = await self._read(shard.shard_id, list(shard.committing))
             except StoreError as error:
-                self._recovery_trouble.goes_on(error, self.clock.boot_ms())
+                self._recovery_log.failed(error, self.clock.boot_ms())
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _RECOVERY_PAUSE_MAX_SECONDS)
                 continue
             if not shard.dropped:
                 self.rows[shard.shard_id] = row
                 shard.recovered(row, found)
-                self._recovery_trouble.is_over()
+                self._recovery_log.recovered()
             return
 
     async def _read(self, shard_id: int, keys: list[TimerKey]) -> dict[TimerKey, Found]:
@@ -427,7 +427,7 @@ class Engine:
                     self.membership.wait_before_claims()
                 dead = True
             except StoreError as error:
-                self._look_trouble.goes_on(error, self.clock.boot_ms())
+                self._cluster_read_log.failed(error, self.clock.boot_ms())
             self.fire_loop.wake()
 
     async def _look(self) -> None:
@@ -436,9 +436,9 @@ class Engine:
             if await self.membership.observe() or not self._settled:
                 await self.balance()
         except StoreError as error:
-            self._look_trouble.goes_on(error, self.clock.boot_ms())
+            self._cluster_read_log.failed(error, self.clock.boot_ms())
         else:
-            self._look_trouble.is_over()
+            self._cluster_read_log.recovered()
 
     def _until_next_look(self, interval: float) -> float:
         """The next heartbeat; sooner if a member may be declared dead before it."""
@@ -474,7 +474,7 @@ class Engine:
                 await self.namespaces.reread()
                 reread = True
             except StoreError as error:
-                self._look_trouble.goes_on(error, self.clock.boot_ms())
+                self._cluster_read_log.failed(error, self.clock.boot_ms())
             came_meanwhile = self.fire_loop.holds_any
             self.fire_loop.fire_held(held, reread=reread)
             if not came_meanwhile:
@@ -493,7 +493,7 @@ class Engine:
             if due or self.namespaces.shards_needed() > len(self.rows):  # another instance has made a wider one
                 await self.balance()
         except StoreError as error:
-            self._look_trouble.goes_on(error, self.clock.boot_ms())
+            self._cluster_read_log.failed(error, self.clock.boot_ms())
 
     async def _purges(self) -> None:
         """Reached rows past their retention go, every shard once a minute."""
@@ -506,9 +506,9 @@ class Engine:
             while shards:
                 shards = await self._purge([s for s in shards if not (s.dropped or s.recovering)], troubles)
             if troubles:
-                self._purge_trouble.goes_on(troubles[0], self.clock.boot_ms())
+                self._purge_log.failed(troubles[0], self.clock.boot_ms())
             else:
-                self._purge_trouble.is_over()
+                self._purge_log.recovered()
 
     async def _purge(self, shards: list[Shard], troubles: list[StoreError]) -> list[Shard]:
         """One round; answers the shards that may have more. Those in trouble have to wait for the next minute."""

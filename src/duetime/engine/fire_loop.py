@@ -14,12 +14,12 @@ from collections.abc import Callable
 from duetime.cluster.membership import Membership
 from duetime.config import Delivery
 from duetime.delivery import Attempt, Deliverer
-from duetime.domain.timer import Contact, Ending, Namespace, Outcome, Settlement, armed_at, missed, settle
+from duetime.domain.timer import AttemptResult, Contact, Namespace, Outcome, Settlement, armed_at, missed, settle
 from duetime.engine.flow import Flow
 from duetime.engine.namespaces import Namespaces
 from duetime.engine.shard import Entry, Phase
 from duetime.errors import NotFound
-from duetime.telemetry import Telemetry, Trouble, log
+from duetime.telemetry import FailureLog, Telemetry, log
 
 __all__ = ["FireLoop", "Firing"]
 
@@ -86,7 +86,7 @@ class FireLoop:
         self._namespaces = namespaces
         self._read_namespaces = read_namespaces
         self._without_namespace: list[Entry] = []  # due, but their namespace has to be read first
-        self._unknown_trouble = Trouble(
+        self._unknown_namespace_log = FailureLog(
             "due timers are held: their namespace is not known", "all namespaces of due timers are known again"
         )
         self._heap: list[int] = []
@@ -237,9 +237,9 @@ class FireLoop:
                 unknown.add(entry.timer.namespace)
                 self._without_namespace.append(entry)
         if unknown:
-            self._unknown_trouble.goes_on(NotFound(", ".join(sorted(unknown)[:10])), self.membership.boot_ms())
+            self._unknown_namespace_log.failed(NotFound(", ".join(sorted(unknown)[:10])), self.membership.boot_ms())
         else:
-            self._unknown_trouble.is_over()
+            self._unknown_namespace_log.recovered()
 
     def _broke(self, entry: Entry, error: Exception) -> None:
         """It counts as an attempt that failed, or it would be forgotten until the next restart."""
@@ -251,11 +251,11 @@ class FireLoop:
             return
         entry.phase = _QUEUED
         try:
-            self._done(Firing(entry, namespace, self), Outcome(Contact.BROKEN, error=f"internal: {error!r}"))
+            self._done(Firing(entry, namespace, self), AttemptResult(Contact.BROKEN, error=f"internal: {error!r}"))
         except Exception:
             log.exception("unexpected error while recording that failed attempt")
 
-    async def _deliver(self, firing: Firing) -> Outcome:
+    async def _deliver(self, firing: Firing) -> AttemptResult:
         entry = firing.entry
         timer, fence = entry.timer, firing.fence
         # It may have waited long for its destination: use the current settings.
@@ -265,13 +265,13 @@ class FireLoop:
             return await self._deliverer.deliver(attempt)
         except Exception as error:  # one timer that breaks its deliverer must not stop the others
             log.exception("unexpected error while delivering timer %r of namespace %r", timer.timer_id, timer.namespace)
-            return Outcome(Contact.BROKEN, error=f"internal: {error!r}")
+            return AttemptResult(Contact.BROKEN, error=f"internal: {error!r}")
 
-    def _done(self, firing: Firing, outcome: Outcome) -> None:
+    def _done(self, firing: Firing, result: AttemptResult) -> None:
         entry = firing.entry
         shard, timer = entry.shard, entry.timer
-        self.telemetry.outcomes.add(outcome.contact.value)
-        if outcome.contact is Contact.NOT_SENT:
+        self.telemetry.attempt_results.add(result.contact.value)
+        if result.contact is Contact.NOT_SENT:
             shard.not_sent(entry, begun=firing.begun)
             return
         now_ms = self.membership.now_ms()
@@ -280,7 +280,7 @@ class FireLoop:
             return
         settlement = settle(
             timer,
-            outcome,
+            result,
             firing.namespace,
             started_at_ms=entry.started_at_ms,
             now_ms=max(now_ms, entry.started_at_ms),
@@ -293,8 +293,8 @@ class FireLoop:
 
     def _count_end(self, settlement: Settlement) -> None:
         if settlement.reached is not None:
-            ending: Ending = settlement.reached.ending
-            self.telemetry.endings.add(ending.value)
+            outcome: Outcome = settlement.reached.outcome
+            self.telemetry.outcomes.add(outcome.value)
 
     # --- memory is short --------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from math import inf
 from typing import Any, Generic, TypeVar
 
 from duetime.config import Delivery
-from duetime.domain.timer import Contact, Outcome
+from duetime.domain.timer import AttemptResult, Contact
 from duetime.telemetry import log
 
 __all__ = ["Destination", "Flow"]
@@ -86,9 +86,9 @@ class Flow(Generic[T]):
         self,
         config: Delivery,
         *,
-        deliver: Callable[[T], Coroutine[Any, Any, Outcome]],
+        deliver: Callable[[T], Coroutine[Any, Any, AttemptResult]],
         wanted: Callable[[T], bool],
-        done: Callable[[T, Outcome], None],
+        done: Callable[[T, AttemptResult], None],
         congested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
@@ -164,15 +164,15 @@ class Flow(Generic[T]):
     async def _work(self, place: Destination[T], item: T | None) -> None:
         """Call with one item after the other, as long as it is this destination's turn."""
         while item is not None:
-            outcome = await self._deliver(item)
+            result = await self._deliver(item)
             place.in_flight -= 1
             place.finished += 1
             self.in_flight -= 1
             try:
-                self._done(item, outcome)
+                self._done(item, result)
             except Exception:  # one item that breaks its settling must not hold up those behind it
                 log.exception("an outcome from destination %s could not be settled", place.name)
-            if self._judge(place, outcome):
+            if self._judge(place, result):
                 self._pump(place)
             if self._starved:
                 self.resume()
@@ -240,13 +240,13 @@ class Flow(Generic[T]):
 
     # --- breaker ----------------------------------------------------------------------------------
 
-    def _judge(self, place: Destination[T], outcome: Outcome) -> bool:
+    def _judge(self, place: Destination[T], result: AttemptResult) -> bool:
         """Count the outcome for or against the destination; True if its breaker closes by it."""
         if place.open_until and place.open_until > self._loop.time():
             # One that was still under way when the breaker opened: it proves nothing, but may ask for more time.
-            place.open_until = max(place.open_until, self._loop.time() + self._asked_seconds(outcome))
+            place.open_until = max(place.open_until, self._loop.time() + self._asked_seconds(result))
             return False
-        if outcome.contact is Contact.ANSWERED and outcome.status < 500 and outcome.status not in (408, 429):
+        if result.contact is Contact.ANSWERED and result.status < 500 and result.status not in (408, 429):
             was_open = place.open_until != 0
             place.failures = 0
             place.pause_seconds = place.open_until = 0.0
@@ -254,19 +254,19 @@ class Flow(Generic[T]):
                 place.taken_back = 0
                 log.info("destination %s answers again", place.name)
             return was_open
-        if outcome.contact in (Contact.NOT_SENT, Contact.REFUSED):
+        if result.contact in (Contact.NOT_SENT, Contact.REFUSED):
             return False
         place.failures += 1
-        asked_seconds = self._asked_seconds(outcome)
+        asked_seconds = self._asked_seconds(result)
         if place.open_until or asked_seconds or place.failures >= self._config.breaker_failures:
             self._open(place, asked_seconds)
         return False
 
-    def _asked_seconds(self, outcome: Outcome) -> float:
+    def _asked_seconds(self, result: AttemptResult) -> float:
         """How long an overloaded destination asks to be left alone, within bounds."""
-        if outcome.status not in _OVERLOADED or not outcome.retry_after_ms:
+        if result.status not in _OVERLOADED or not result.retry_after_ms:
             return 0.0
-        return min(outcome.retry_after_ms / 1_000, self._config.breaker_pause_max.seconds)
+        return min(result.retry_after_ms / 1_000, self._config.breaker_pause_max.seconds)
 
     def _open(self, place: Destination[T], asked_seconds: float) -> None:
         config = self._config

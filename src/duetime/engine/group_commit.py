@@ -1,7 +1,7 @@
 """A writer lane: one commit in flight for all its shards, everything asked for meanwhile in the next.
 
 Group commit without a timer: while a commit is on its way the shards gather Ops, so the batch grows with
-the load and shrinks with it. Also here: bulk reads by key, gathered the same way (`Lookup`).
+the load and shrinks with it. Also here: bulk reads by key, gathered the same way (`BatchedReader`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from duetime.domain.timer import TimerKey
 from duetime.engine.shard import Shard
 from duetime.errors import ShardLost, StoreError, StoreThrottled, StoreUnavailable
 from duetime.store import Batch, Committed, Found, Store
-from duetime.telemetry import Telemetry, Trouble, log
+from duetime.telemetry import FailureLog, Telemetry, log
 
-__all__ = ["Lane", "Lookup"]
+__all__ = ["BatchedReader", "GroupCommit"]
 
 _PAUSE_FIRST_SECONDS = 0.02
 _PAUSE_MAX_SECONDS = 1.0
@@ -26,7 +26,7 @@ _LOW_WATER_EVERY_MS = 10_000
 _KEYS_PER_READ = 500
 
 
-class Lane:
+class GroupCommit:
     """Commits the batches of its shards, one call at a time."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Lane:
         self._resting: set[Shard] = set()
         self._wake = asyncio.Event()
         self._low_water_at_ms: dict[int, int] = {}
-        self._trouble = Trouble("commits are not applied, and tried again", "commits are applied again")
+        self._failure_log = FailureLog("commits are not applied, and tried again", "commits are applied again")
 
     def written(self, shard: Shard) -> None:
         """The shard has Ops waiting."""
@@ -123,9 +123,9 @@ class Lane:
         if unknown:
             log.warning("outcome of a commit is unknown, claiming its shards again: %s", unknown[0])
         elif errors:
-            self._trouble.goes_on(errors[0], self._clock.boot_ms())
+            self._failure_log.failed(errors[0], self._clock.boot_ms())
         else:
-            self._trouble.is_over()
+            self._failure_log.recovered()
         is_shared = raised and len(taken) > 1
         for (shard, batch), result in zip(taken, results, strict=True):
             if not shard.dropped:
@@ -179,7 +179,7 @@ class Lane:
             self.written(shard)
 
 
-class Lookup:
+class BatchedReader:
     """Reads by key: what is asked for in one turn of the loop goes to the store in one call."""
 
     def __init__(self, store: Store) -> None:

@@ -16,10 +16,10 @@ from duetime.config import EngineConfig
 from duetime.engine.fire_loop import FireLoop
 from duetime.engine.shard import Shard
 from duetime.errors import StoreError
-from duetime.store import Page, Store, Stretch
-from duetime.telemetry import Trouble
+from duetime.store import Page, PageRequest, Store
+from duetime.telemetry import FailureLog
 
-__all__ = ["Horizon"]
+__all__ = ["LookAhead"]
 
 _PAGE_TIMERS_MAX = 1_000
 _PAGE_TIMERS_MIN = 50
@@ -31,7 +31,7 @@ _ROOMY = 0.75  # of the cap: beyond it only what is urgent is loaded
 _RELIEVED = 0.5
 
 
-class Horizon:
+class LookAhead:
     def __init__(
         self,
         store: Store,
@@ -55,7 +55,7 @@ class Horizon:
         self._page_timers = max(_PAGE_TIMERS_MIN, min(_PAGE_TIMERS_MAX, config.timers_in_memory_max // 10))
         self.weight = 0  # of everything in memory
         self._wake_at_weight = -1  # a shard has to be loaded as soon as the weight is down to this; -1: none
-        self._trouble = Trouble("could not load timers that come near", "timers are loaded again")
+        self._failure_log = FailureLog("could not load timers that come near", "timers are loaded again")
 
     # --- the account ------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Horizon:
         limit = max(self._page_timers // len(shards), _PAGE_TIMERS_MIN)
         pages: Sequence[Page | StoreError | None] = [None] * len(shards)
         try:
-            pages = await self._store.load([Stretch(s.shard_id, s.horizon, until_ms, limit) for s in shards])
+            pages = await self._store.load([PageRequest(s.shard_id, s.horizon, until_ms, limit) for s in shards])
         except StoreError as error:
             pages = [error] * len(shards)
             # One of them may be the reason: from now on each is loaded by itself, until that succeeds.
@@ -166,9 +166,9 @@ class Horizon:
                 self._loaded(shard, None if isinstance(page, StoreError) else page, until_ms)
         troubles = [page for page in pages if isinstance(page, StoreError)]
         if troubles:
-            self._trouble.goes_on(troubles[0], self._membership.boot_ms())
+            self._failure_log.failed(troubles[0], self._membership.boot_ms())
         else:
-            self._trouble.is_over()
+            self._failure_log.recovered()
 
     def _loaded(self, shard: Shard, page: Page | None, until_ms: int) -> None:
         shard.load_ended(page, until_ms)

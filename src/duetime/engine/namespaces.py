@@ -7,7 +7,7 @@ import msgspec
 from duetime.clock import Clock
 from duetime.domain.timer import SHARDS_MAX, Namespace
 from duetime.errors import Conflict, InvalidField, NotFound, Unserved
-from duetime.single_flight import Shared
+from duetime.single_flight import SingleFlight
 from duetime.store import Store
 
 __all__ = ["DEFAULT_NAMESPACE", "FRESH_FOR_MS", "Namespaces"]
@@ -29,7 +29,7 @@ class Namespaces:
         self._read = 0  # the reading that is known
         self._written: dict[str, int] = {}  # what this instance has written since that began
         self._deleting: dict[str, tuple[int, int]] = {}  # marks seen: revision, and boot time of the first look
-        self._shared_refresh = Shared(self.refresh, pause_s=_READ_AGAIN_AFTER_S)
+        self._shared_refresh = SingleFlight(self.refresh, pause_s=_READ_AGAIN_AFTER_S)
 
     async def refresh(self) -> None:
         began_ms = self._clock.boot_ms()

@@ -3,7 +3,7 @@
 A Shard is the single place where the timers of a shard change. It holds, per timer:
 
 - an `Entry` in memory, for every timer whose position is within the horizon, and for no other;
-- at most one `Op` waiting for the next commit and one in the commit under way. Later wishes about the
+- at most one `PendingWrite` waiting for the next commit and one in the commit under way. Later wishes about the
   same timer merge into the waiting Op, so a batch never names a timer twice.
 
 Two rules keep it honest. Memory changes only *after* a commit: an Entry shows what is on disk. And from
@@ -11,7 +11,7 @@ the moment an Op is admitted until its commit is decided, its timer does not fir
 the verdict given with the Op stays true.
 
 No I/O here: lanes (group_commit.py) commit the Ops, the engine loads pages and fires. What the Shard needs of the
-world comes as `Yard`.
+world comes as `ShardHost`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, StoreUn
 from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable
 from duetime.telemetry import log
 
-__all__ = ["UNKNOWN", "Entry", "Op", "Phase", "Shard", "Unknown", "Written", "Yard"]
+__all__ = ["UNKNOWN", "Entry", "PendingWrite", "Phase", "Shard", "ShardHost", "Unknown", "Written"]
 
 # The result of a write: the timer as written, and whether it replaced one. None: not known, because the store's answer
 # was lost.
@@ -96,7 +96,7 @@ class Waiter:
         self.replaced = replaced
 
 
-class Op:
+class PendingWrite:
     """What the next commit does to one timer: put it (or delete it), and record what it reached."""
 
     __slots__ = ("prior", "put", "reached", "settlement", "since_ms", "told", "waiters")
@@ -123,7 +123,7 @@ class Op:
         """A user's, who was told that nobody knows; and then it turned out that it was not applied."""
         return self.told and not self.waiters and self.settlement is None
 
-    def then(self, later: Op) -> None:
+    def then(self, later: PendingWrite) -> None:
         """Merge a later Op into this one: its state wins, everybody is told."""
         self.put = later.put
         self.reached += later.reached
@@ -143,7 +143,7 @@ def _chars_of(timer: Timer) -> int:
     return chars
 
 
-class Yard(Protocol):
+class ShardHost(Protocol):
     """What surrounds a shard: the engine's heap, its memory account and the shard's lane."""
 
     writes_waiting: int
@@ -161,15 +161,15 @@ class Yard(Protocol):
 
 
 class Shard:
-    def __init__(self, row: ShardRow, yard: Yard) -> None:
+    def __init__(self, row: ShardRow, yard: ShardHost) -> None:
         self.shard_id = row.shard_id
         self.fence: Fence = row.fence
         self.fenced_at_ms = yard.boot_ms()  # when this fence was learnt
         self.low_water = row.low_water
         self.horizon = row.low_water
         self.entries: dict[TimerKey, Entry] = {}
-        self.pending: dict[TimerKey, Op] = {}
-        self.committing: dict[TimerKey, Op] = {}
+        self.pending: dict[TimerKey, PendingWrite] = {}
+        self.committing: dict[TimerKey, PendingWrite] = {}
         self.committing_rows = 0
         self.committing_chars = 0
         self.recovering = False  # the outcome of a commit is unknown: nothing is written or fired until it is known
@@ -184,10 +184,10 @@ class Shard:
         self.unreadable: dict[Position, Unreadable] = {}
         self._unreadable_keys: set[tuple[str, str]] = set()
         self._unreadable_more = False
-        self._yard = yard
+        self._host = yard
         self._loop = asyncio.get_running_loop()  # asking for it costs a system call each time
         self._counter = 0
-        self._alone: dict[TimerKey, asyncio.Future[None]] = {}
+        self._key_locks: dict[TimerKey, asyncio.Future[None]] = {}
         self._touched: dict[TimerKey, Timer | None] | None = None  # decided while a page load is under way
 
     # --- admitting wishes -------------------------------------------------------------------------
@@ -227,11 +227,11 @@ class Shard:
     ) -> asyncio.Future[Written]:
         """Admit a wish about one timer; the future is done when it is on disk, or certainly is not.
 
-        The caller has looked at `current` in the same turn of the loop, or waited in `alone`.
+        The caller has looked at `current` in the same turn of the loop, or waited in `key_lock`.
         """
         if self.closing or self.dropped:
             raise NotOwner
-        if self._yard.writes_waiting >= self._yard.writes_waiting_max:
+        if self._host.writes_waiting >= self._host.writes_waiting_max:
             raise Busy
         before = self.pending.get(key) or self.committing.get(key)
         if before is not None:
@@ -239,10 +239,10 @@ class Shard:
         elif key in self.entries:
             replaced = True
         future: asyncio.Future[Written] = self._loop.create_future()
-        self._admit(key, Op(put, reached, [Waiter(future, put, replaced)], self._yard.boot_ms()))
+        self._admit(key, PendingWrite(put, reached, [Waiter(future, put, replaced)], self._host.boot_ms()))
         return future
 
-    def _admit(self, key: TimerKey, op: Op) -> None:
+    def _admit(self, key: TimerKey, op: PendingWrite) -> None:
         waiting = self.pending.get(key)
         if waiting is not None:
             waiting.then(op)
@@ -251,20 +251,20 @@ class Shard:
         if entry is not None:
             op.prior = entry
             if entry.phase is _ARMED:
-                self._yard.disarm(entry)
+                self._host.disarm(entry)
             if entry.phase is not _SETTLING:
                 # One in flight is not called back, but its outcome will not settle what is written now.
                 entry.phase = _WRITING
         self.pending[key] = op
-        self._yard.writes_waiting += 1
-        self._yard.written(self)
+        self._host.writes_waiting += 1
+        self._host.written(self)
 
     @asynccontextmanager
-    async def alone(self, key: TimerKey) -> AsyncIterator[None]:
+    async def key_lock(self, key: TimerKey) -> AsyncIterator[None]:
         """Serialises commands that read a timer before they write it, in the order they arrived. Meanwhile the timer
         does not start to fire."""
-        before = self._alone.get(key)
-        turn = self._alone[key] = self._loop.create_future()
+        before = self._key_locks.get(key)
+        turn = self._key_locks[key] = self._loop.create_future()
         if before is not None:
             try:
                 await asyncio.shield(before)  # if this one is cancelled, the next must still wait for the one before
@@ -278,16 +278,16 @@ class Shard:
 
     def _end_turn(self, key: TimerKey, turn: asyncio.Future[None]) -> None:
         turn.set_result(None)
-        if self._alone.get(key) is not turn:
+        if self._key_locks.get(key) is not turn:
             return  # the next one is waiting
-        del self._alone[key]
+        del self._key_locks[key]
         entry = self.entries.get(key)
         if entry is not None and entry.phase is _WRITING and not self.is_written(key):
             self._rest(entry)
 
     def is_held(self, key: TimerKey) -> bool:
         """Is somebody reading this timer in order to write it?"""
-        return key in self._alone
+        return key in self._key_locks
 
     def is_written(self, key: TimerKey) -> bool:
         """Is a write of this timer waiting for a commit?"""
@@ -353,54 +353,54 @@ class Shard:
         if result.replaced:
             replaced = {batch.puts[index].key for index in result.replaced}
         ops, self.committing = self.committing, {}
-        self._yard.writes_waiting -= len(ops)
+        self._host.writes_waiting -= len(ops)
         for key, op in ops.items():
             if op.settlement is not None:
-                self._yard.unsettled -= 1
+                self._host.unsettled -= 1
             self._apply(key, op.put)
             for waiter in op.waiters:
                 if not waiter.future.done():
                     was_there = waiter.replaced
                     waiter.future.set_result((waiter.timer, key in replaced if was_there is None else was_there))
         if self.pending:
-            self._yard.written(self)
+            self._host.written(self)
 
     def not_committed(self, why: str = "") -> None:
         """The batch was certainly not applied: its Ops wait again, merged with what came meanwhile."""
         self.trouble = why
         ops, self.committing = self.committing, {}
         for key in [key for key, op in ops.items() if op.is_given_up and key not in self.pending]:
-            self._yard.writes_waiting -= 1
+            self._host.writes_waiting -= 1
             self._restore(key, ops.pop(key).prior)
         self._requeue(ops)
 
-    def _requeue(self, ops: dict[TimerKey, Op]) -> None:
+    def _requeue(self, ops: dict[TimerKey, PendingWrite]) -> None:
         for key, op in ops.items():
             later = self.pending.get(key)
             if later is not None:
                 op.then(later)
-                self._yard.writes_waiting -= 1
+                self._host.writes_waiting -= 1
             self.pending[key] = op
         if self.pending:
-            self._yard.written(self)
+            self._host.written(self)
 
     def recovered(self, row: ShardRow, found: dict[TimerKey, Found]) -> None:
         """After an unknown outcome: the shard was claimed again, so what `found` says is final."""
         self.fence = row.fence
-        self.fenced_at_ms = self._yard.boot_ms()
+        self.fenced_at_ms = self._host.boot_ms()
         self.low_water = row.low_water
         self._counter = 0
         self.recovering = False
         stalled, self.stalled = self.stalled, []
         ops, self.committing = self.committing, {}
-        again: dict[TimerKey, Op] = {}
+        again: dict[TimerKey, PendingWrite] = {}
         for key, op in ops.items():
             if not _is_there(op, found[key]):
                 again[key] = op
                 continue
-            self._yard.writes_waiting -= 1
+            self._host.writes_waiting -= 1
             if op.settlement is not None:
-                self._yard.unsettled -= 1
+                self._host.unsettled -= 1
             self._apply(key, op.put)
             for waiter in op.waiters:
                 if not waiter.future.done():
@@ -409,7 +409,7 @@ class Shard:
         for entry in stalled:
             key = entry.timer.key
             # Once only, however often it was stalled: after the first time it is ARMED.
-            is_free = not self.is_written(key) and key not in self._alone
+            is_free = not self.is_written(key) and key not in self._key_locks
             if entry.phase is _WRITING and self.entries.get(key) is entry and is_free:
                 self._rest(entry)
 
@@ -438,7 +438,7 @@ class Shard:
                 op.reached = [] if op.settlement.reached is None else [op.settlement.reached]
                 continue
             del self.pending[key]
-            self._yard.writes_waiting -= 1
+            self._host.writes_waiting -= 1
             self._restore(key, op.prior)
 
     # --- memory -----------------------------------------------------------------------------------
@@ -460,11 +460,11 @@ class Shard:
     def _place(self, key: TimerKey, timer: Timer) -> None:
         entry = Entry(timer, self)
         self.entries[key] = entry
-        self._yard.remember(entry.weight)
+        self._host.remember(entry.weight)
         waiting = self.committing.get(key) or self.pending.get(key)
         if waiting is not None:
             waiting.prior = entry
-        elif key not in self._alone:
+        elif key not in self._key_locks:
             self._rest(entry)
 
     def _rest(self, entry: Entry) -> None:
@@ -473,7 +473,7 @@ class Shard:
             self.stall(entry)
             return
         entry.phase = _ARMED
-        self._yard.arm(entry)
+        self._host.arm(entry)
 
     def stall(self, entry: Entry) -> None:
         entry.phase = _WRITING
@@ -493,9 +493,9 @@ class Shard:
 
     def _forget(self, entry: Entry) -> None:
         if entry.phase is _ARMED:
-            self._yard.disarm(entry)
+            self._host.disarm(entry)
         entry.phase = _GONE
-        self._yard.remember(-entry.weight)
+        self._host.remember(-entry.weight)
 
     # --- loading: called by the engine ------------------------------------------------------------
 
@@ -604,9 +604,9 @@ class Shard:
         entry.phase = _SETTLING
         entry.started_at_ms = 0
         reached = [] if settlement.reached is None else [settlement.reached]
-        op = Op(settlement.rearmed, reached, [], self._yard.boot_ms())
+        op = PendingWrite(settlement.rearmed, reached, [], self._host.boot_ms())
         op.settlement = settlement
-        self._yard.unsettled += 1
+        self._host.unsettled += 1
         self._admit(entry.timer.key, op)
 
     # --- letting go -------------------------------------------------------------------------------
@@ -622,8 +622,8 @@ class Shard:
             for op in ops.values():
                 _tell(op, reason)
                 if op.settlement is not None:
-                    self._yard.unsettled -= 1
-            self._yard.writes_waiting -= len(ops)
+                    self._host.unsettled -= 1
+            self._host.writes_waiting -= len(ops)
         self.committing, self.pending = {}, {}
         for entry in self.entries.values():
             self._forget(entry)
@@ -631,7 +631,7 @@ class Shard:
         self.horizon = BEFORE_ALL
 
 
-def _is_there(op: Op, found: Found) -> bool:
+def _is_there(op: PendingWrite, found: Found) -> bool:
     """Does the store hold what the Op wanted? A delete leaves nothing but the row that says how it ended."""
     if found.timer != op.put or found.unreadable is not None:
         return False
@@ -639,7 +639,7 @@ def _is_there(op: Op, found: Found) -> bool:
     return op.put is not None or not kept or found.reached == kept[-1]
 
 
-def _tell(op: Op, error: DuetimeError) -> None:
+def _tell(op: PendingWrite, error: DuetimeError) -> None:
     for waiter in op.waiters:
         if not waiter.future.done():
             waiter.future.set_exception(error)

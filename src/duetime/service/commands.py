@@ -1,7 +1,7 @@
 """What the owner of a shard does with a wish about one of its timers: check it, read if need be, write.
 
 Everything here happens on the instance that holds the shard; `service.py` finds that instance. Commands about one
-timer are carried out in the order in which they arrived, whatever each of them has to wait for (`Shard.alone`): if a
+timer are carried out in the order in which they arrived, whatever each of them has to wait for (`Shard.key_lock`): if a
 client got `outcome_unknown` and writes again, its first write must not be applied after the second.
 """
 
@@ -18,9 +18,9 @@ from duetime.domain.instants import LATEST_MS
 from duetime.domain.timer import (
     NO_EXTRAS,
     Created,
-    Ending,
     Extras,
     Namespace,
+    Outcome,
     Reached,
     State,
     Timer,
@@ -50,7 +50,7 @@ from duetime.errors import (
 )
 from duetime.store import Found, Store
 
-__all__ = ["Admitted", "Owner", "Writing", "view_of"]
+__all__ = ["Admitted", "Commands", "Writing", "view_of"]
 
 Writing = asyncio.Future[Written]
 # A create that waits for its commit.
@@ -59,7 +59,7 @@ Admitted = tuple[Shard, Timer, Writing]
 _replace = msgspec.structs.replace
 
 
-class Owner:
+class Commands:
     def __init__(self, config: Config, engine: Engine, store: Store, deliverer: Deliverer) -> None:
         self._config = config
         self._engine = engine
@@ -81,7 +81,7 @@ class Owner:
     async def create(self, shard: Shard, spec: TimerSpec) -> Created:
         """Upsert: whatever timer has this id is replaced."""
         key = TimerKey(spec.namespace, spec.timer_id)
-        async with shard.alone(key):
+        async with shard.key_lock(key):
             namespace = await self._namespaces.get_for_create(spec.namespace)
             timer = self._timer_of(spec, namespace, shard)
             if spec.if_absent and (there := await self._already_there(shard, key, spec, timer)):
@@ -125,7 +125,7 @@ class Owner:
     async def _remove(self, shard: Shard, timer: Timer) -> None:
         """Remove a timer whose namespace was deleted while it was written, unless it has begun to fire."""
         try:
-            async with shard.alone(timer.key):
+            async with shard.key_lock(timer.key):
                 found = await self._find(shard, timer.key)
                 if found.timer == timer and not shard.is_sending(timer.key):
                     await shard.write(timer.key, None, [])
@@ -218,7 +218,7 @@ class Owner:
 
     async def update(self, shard: Shard, key: TimerKey, patch: TimerPatch) -> Updated:
         """Change a scheduled timer. The verdict tells whether its old self was already on its way."""
-        async with shard.alone(key):
+        async with shard.key_lock(key):
             namespace = await self._namespaces.get(key.namespace)
             found = await self._find(shard, key)
             timer = found.timer
@@ -275,7 +275,7 @@ class Owner:
 
     async def delete(self, shard: Shard, key: TimerKey) -> Verdict:
         """After this is answered no delivery starts. The verdict tells whether one had."""
-        async with shard.alone(key):
+        async with shard.key_lock(key):
             namespace = await self._namespaces.get(key.namespace)
             found = await self._find(shard, key)
             timer = found.timer
@@ -293,12 +293,12 @@ class Owner:
                 timer = attempted(timer, entry.started_at_ms)
             await shard.write(key, None, [cancelled(timer, namespace, now_ms)])
         self._telemetry.deleted.value += 1
-        self._telemetry.endings.add(Ending.CANCELLED.value)
+        self._telemetry.outcomes.add(Outcome.CANCELLED.value)
         return Verdict.IN_FLIGHT if sending else Verdict.CANCELLED
 
     async def fire_now(self, shard: Shard, key: TimerKey) -> TimerView:
         """Make a scheduled timer due at once; one already on its way is left to it."""
-        async with shard.alone(key):
+        async with shard.key_lock(key):
             await self._namespaces.get(key.namespace)
             found = await self._find(shard, key)
             if found.timer is None:
@@ -311,7 +311,7 @@ class Owner:
 
     async def replay(self, shard: Shard, key: TimerKey) -> TimerView:
         """Arm a reached timer again, as a new one that is due at once."""
-        async with shard.alone(key):
+        async with shard.key_lock(key):
             await self._namespaces.get_for_create(key.namespace)
             found = await self._find(shard, key)
             if found.timer is not None:
@@ -338,7 +338,7 @@ class Owner:
         return timer
 
     async def _find(self, shard: Shard, key: TimerKey) -> Found:
-        """What is on disk under a key. The caller is `alone` with it, so it stays so until he writes.
+        """What is on disk under a key. The caller is `key_lock` with it, so it stays so until he writes.
 
         Waits for whatever was admitted before: an answer must not rest on a write that may still fail.
         """
@@ -370,7 +370,7 @@ def view_of(shard: Shard | None, key: TimerKey, found: Found) -> TimerView:
     if found.unreadable is not None:
         raise _unreadable(key, found.unreadable)
     if found.reached is not None:
-        return TimerView(found.reached.timer, State(found.reached.ending.value), found.reached)
+        return TimerView(found.reached.timer, State(found.reached.outcome.value), found.reached)
     raise _no_timer(key)
 
 
@@ -395,7 +395,7 @@ def _unreadable(key: TimerKey, error: str) -> UnreadableTimer:
 
 
 def _is_over(key: TimerKey, reached: Reached) -> Conflict:
-    return Conflict(f"Timer {key.timer_id!r} is over: {reached.ending}", field="timerId", code="already_reached")
+    return Conflict(f"Timer {key.timer_id!r} is over: {reached.outcome}", field="timerId", code="already_reached")
 
 
 def _same_wish(stored: Timer, wished: Timer, *, compare_time: bool) -> bool:

@@ -17,17 +17,17 @@ import msgspec
 from msgspec import UNSET
 
 from duetime.cluster.forwarding import (
-    CreateOrder,
-    DeleteOrder,
-    FireNowOrder,
+    Command,
+    CommandAnswer,
+    CreateCommand,
+    DeleteCommand,
+    FireNowCommand,
     Forward,
     NoPeers,
-    Order,
-    OrderAnswer,
     Peer,
     Peers,
-    ReplayOrder,
-    UpdateOrder,
+    ReplayCommand,
+    UpdateCommand,
     key_of,
     payload_chars,
 )
@@ -38,9 +38,9 @@ from duetime.domain.timer import (
     BEFORE_ALL,
     ID_BYTES_MAX,
     Created,
-    Ending,
     Namespace,
     NamespaceSpec,
+    Outcome,
     Position,
     State,
     TimerFilter,
@@ -68,8 +68,8 @@ from duetime.errors import (
     StoreError,
 )
 from duetime.service import status
-from duetime.service.commands import Admitted, Owner, Writing, view_of
-from duetime.single_flight import Shared, retrieved
+from duetime.service.commands import Admitted, Commands, Writing, view_of
+from duetime.single_flight import SingleFlight, retrieved
 from duetime.store import Found, ListQuery, Store, guarded
 from duetime.telemetry import log
 
@@ -86,7 +86,7 @@ _DELETION_SEEN_SECONDS = FRESH_FOR_MS / 1_000 + 1.0
 _PAUSE_FIRST_SECONDS = 0.02
 _PAUSE_MAX_SECONDS = 0.25
 
-_ENDINGS = {State(ending.value): ending for ending in Ending}
+_OUTCOMES = {State(outcome.value): outcome for outcome in Outcome}
 _replace = msgspec.structs.replace
 
 
@@ -99,17 +99,17 @@ class Service:
         self._config = config
         self._engine = engine
         self._store = store = guarded(store)
-        self._owner = Owner(config, engine, store, deliverer)
+        self._owner = Commands(config, engine, store, deliverer)
         self._peers = peers or NoPeers()
         self._namespaces = engine.namespaces
         self._telemetry = engine.telemetry
         self._clock = engine.clock
         # Orders from other instances, by their id: how large they are, and what became of them.
-        self._taken: dict[str, tuple[int, asyncio.Future[OrderAnswer]]] = {}
+        self._taken: dict[str, tuple[int, asyncio.Future[CommandAnswer]]] = {}
         self._taken_chars = 0
         self._status: dict[bool, ClusterStatus] = {}
         self._read_status = {
-            with_shards: Shared(partial(self._look_at_cluster, with_shards), pause_s=_STATUS_EVERY_SECONDS)
+            with_shards: SingleFlight(partial(self._look_at_cluster, with_shards), pause_s=_STATUS_EVERY_SECONDS)
             for with_shards in (False, True)
         }
 
@@ -164,7 +164,7 @@ class Service:
 
     async def _create_slowly(self, spec: TimerSpec) -> Created:
         await self._namespace_for_create(spec.namespace)
-        return cast(Created, await self._at_owner(CreateOrder(spec)))
+        return cast(Created, await self._at_owner(CreateCommand(spec)))
 
     async def _namespace_for_create(self, name: str) -> Namespace:
         try:
@@ -189,14 +189,18 @@ class Service:
         """A page in order of due time (reached ones: of when they will be purged), and where to go on."""
         namespace = await self._namespaces.get(filter.namespace)
         reached_first, after = _read_cursor(filter.cursor)
-        ending = _ENDINGS.get(filter.state) if filter.state is not None else None
-        wants_reached = reached_first or ending is not None
+        outcome = _OUTCOMES.get(filter.state) if filter.state is not None else None
+        wants_reached = reached_first or outcome is not None
         query = ListQuery(
             namespace=namespace.name,
             num_shards=namespace.num_shards,
             after=after,
             limit=min(filter.limit, self._config.limits.page_timers_max),
-            endings=frozenset() if not wants_reached else frozenset(Ending) if ending is None else frozenset({ending}),
+            outcomes=frozenset()
+            if not wants_reached
+            else frozenset(Outcome)
+            if outcome is None
+            else frozenset({outcome}),
             due_from_ms=filter.due_from_ms,
             due_until_ms=filter.due_until_ms,
             id_prefix=filter.id_prefix,
@@ -204,7 +208,7 @@ class Service:
             correlation_id=filter.correlation_id,
         )
         listing = await self._store.list_timers(query)
-        views = [TimerView(row.timer, State(row.ending.value), row) for row in listing.reached]
+        views = [TimerView(row.timer, State(row.outcome.value), row) for row in listing.reached]
         for timer in listing.timers:
             shard = self._engine.shards.get(shard_of(timer.timer_id, namespace.num_shards))
             views.append(view_of(shard, timer.key, Found(timer)))
@@ -219,19 +223,19 @@ class Service:
 
     async def update(self, key: TimerKey, patch: TimerPatch) -> Updated:
         """Change a scheduled timer. The verdict tells whether its old self was already on its way."""
-        return cast(Updated, await self._at_owner(UpdateOrder(key, patch)))
+        return cast(Updated, await self._at_owner(UpdateCommand(key, patch)))
 
     async def delete(self, key: TimerKey) -> Verdict:
         """After this is answered no delivery starts. The verdict tells whether one had."""
-        return cast(Verdict, await self._at_owner(DeleteOrder(key)))
+        return cast(Verdict, await self._at_owner(DeleteCommand(key)))
 
     async def fire_now(self, key: TimerKey) -> TimerView:
         """Make a scheduled timer due at once; one already on its way is left to it."""
-        return cast(TimerView, await self._at_owner(FireNowOrder(key)))
+        return cast(TimerView, await self._at_owner(FireNowCommand(key)))
 
     async def replay(self, key: TimerKey) -> TimerView:
         """Arm a reached timer again, as a new one that is due at once."""
-        return cast(TimerView, await self._at_owner(ReplayOrder(key)))
+        return cast(TimerView, await self._at_owner(ReplayCommand(key)))
 
     async def delete_many(self, keys: Sequence[TimerKey | DuetimeError]) -> list[Verdict | DuetimeError]:
         """One result for each, in order, as create_many."""
@@ -248,15 +252,15 @@ class Service:
 
     # --- the way to the owner ---------------------------------------------------------------------
 
-    async def _at_owner(self, order: Order) -> OrderAnswer:
+    async def _at_owner(self, command: Command) -> CommandAnswer:
         """Have an order carried out by the owner of its shard, here or one hop away."""
-        key = key_of(order)
+        key = key_of(command)
         namespace = await self._namespaces.get(key.namespace)
         shard_id = shard_of(key.timer_id, namespace.num_shards)
         engine, deadline_ms, pause = self._engine, self._clock.boot_ms() + _PATIENCE_MS, _PAUSE_FIRST_SECONDS
         while True:
             try:
-                return await self._try_at_owner(shard_id, order)
+                return await self._try_at_owner(shard_id, command)
             except NotOwner:  # certainly not applied: the shard has moved, or is moving
                 alone = len(engine.membership.alive) <= 1
                 if not engine.started or (engine.stopping and alone):
@@ -273,17 +277,17 @@ class Service:
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _PAUSE_MAX_SECONDS)
 
-    async def _try_at_owner(self, shard_id: int, order: Order) -> OrderAnswer:
+    async def _try_at_owner(self, shard_id: int, command: Command) -> CommandAnswer:
         """Here, or at the owner as last known. One hop: who is asked by another instance asks no third."""
         shard = self._engine.shards.get(shard_id)
         if shard is not None and not shard.closing:
-            return await self._carry_out(shard, order)
+            return await self._carry_out(shard, command)
         row = self._engine.rows.get(shard_id)
         owner = None if row is None or row.owner_id is None else self._engine.membership.alive.get(row.owner_id)
         if row is None or owner is None or owner.instance_id == self._engine.membership.instance_id:
             raise NotOwner
         peer = Peer(owner.instance_id, owner.address, owner.secret)
-        forward = Forward(self._engine.new_id(), shard_id, row.version, order)
+        forward = Forward(self._engine.new_id(), shard_id, row.version, command)
         try:
             answer = await self._peers.forward(peer, forward)
         except DuetimeError as error:
@@ -292,32 +296,32 @@ class Service:
         self._telemetry.forwards.add("ok")
         return answer
 
-    async def _carry_out(self, shard: Shard, order: Order) -> OrderAnswer:
-        match order:
-            case CreateOrder(spec):
+    async def _carry_out(self, shard: Shard, command: Command) -> CommandAnswer:
+        match command:
+            case CreateCommand(spec):
                 return await self._owner.create(shard, spec)
-            case UpdateOrder(key, patch):
+            case UpdateCommand(key, patch):
                 return await self._owner.update(shard, key, patch)
-            case DeleteOrder(key):
+            case DeleteCommand(key):
                 return await self._owner.delete(shard, key)
-            case FireNowOrder(key):
+            case FireNowCommand(key):
                 return await self._owner.fire_now(shard, key)
-            case ReplayOrder(key):
+            case ReplayCommand(key):
                 return await self._owner.replay(shard, key)
 
-    def take(self, forward: Forward) -> asyncio.Future[OrderAnswer]:
+    def take(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
         """An order from another instance. One that was seen before is answered as it was then, refusals too:
         a repetition must neither happen twice nor find us the owner of what we had to refuse.
 
         The answer is shared: who gives up waiting for it must not cancel it.
         """
-        known = self._taken.get(forward.order_id)
+        known = self._taken.get(forward.command_id)
         if known is not None:
             return known[1]
         answer = self._take_create(forward) or asyncio.ensure_future(self._take(forward))
         answer.add_done_callback(retrieved)
-        chars = payload_chars(forward.order)
-        self._taken[forward.order_id] = (chars, answer)
+        chars = payload_chars(forward.command)
+        self._taken[forward.command_id] = (chars, answer)
         self._taken_chars += chars
         self._forget_old_orders()
         return answer
@@ -334,12 +338,12 @@ class Service:
             else:
                 self._taken[oldest] = (chars, answer)
 
-    def taken(self, order_id: str) -> asyncio.Future[OrderAnswer]:
+    def taken(self, command_id: str) -> asyncio.Future[CommandAnswer]:
         """The answer to an order that was taken before."""
-        known = self._taken.get(order_id)
+        known = self._taken.get(command_id)
         if known is not None:
             return known[1]
-        answer: asyncio.Future[OrderAnswer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
         answer.set_exception(OutcomeUnknown("nothing is known of this order any more"))
         return answer
 
@@ -348,28 +352,28 @@ class Service:
         membership = self._engine.membership
         return Peer(membership.instance_id, membership.address, membership.secret)
 
-    async def _take(self, forward: Forward) -> OrderAnswer:
+    async def _take(self, forward: Forward) -> CommandAnswer:
         shard = self._shard_for(forward)
         if shard is None:
             raise NotOwner
-        return await self._carry_out(shard, forward.order)
+        return await self._carry_out(shard, forward.command)
 
-    def _take_create(self, forward: Forward) -> asyncio.Future[OrderAnswer] | None:
+    def _take_create(self, forward: Forward) -> asyncio.Future[CommandAnswer] | None:
         """The common create, without a task of its own. None: this order has to wait, or to be refused."""
-        order, shard = forward.order, self._shard_for(forward)
-        if shard is None or not isinstance(order, CreateOrder):
+        command, shard = forward.command, self._shard_for(forward)
+        if shard is None or not isinstance(command, CreateCommand):
             return None
-        namespace = self._namespaces.usable(order.spec.namespace)
+        namespace = self._namespaces.usable(command.spec.namespace)
         if namespace is None:
             return None
         try:
-            admitted = self._owner.admit(shard, namespace, order.spec)
+            admitted = self._owner.admit(shard, namespace, command.spec)
         except DuetimeError:
             return None  # the slower way says the same, in its place
         if admitted is None:
             return None
         _, timer, writing = admitted
-        answer: asyncio.Future[OrderAnswer] = writing.get_loop().create_future()
+        answer: asyncio.Future[CommandAnswer] = writing.get_loop().create_future()
 
         def tell(_: Writing) -> None:
             error = writing.exception()

@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["CLOSE_SECONDS", "Begun"]
+__all__ = ["CLOSE_SECONDS", "BackgroundTasks"]
 
 T = TypeVar("T")
 
 CLOSE_SECONDS = 2.0  # that who closes waits for others
 
 
-class Begun:
+class BackgroundTasks:
     """What is under way, or waits for its turn."""
 
     def __init__(self) -> None:

@@ -27,8 +27,8 @@ from duetime.store import (
     ListQuery,
     Member,
     Page,
+    PageRequest,
     ShardRow,
-    Stretch,
     Unreadable,
 )
 from duetime.stores.rows import log_unreadable_namespace
@@ -40,7 +40,7 @@ SPOILT = "made unreadable by a test"
 
 class MemoryStore:
     capabilities = Capabilities(
-        name="memory", batch_max=10_000, payload_bytes_max=16 * 1024 * 1024, lanes=1, durable=False
+        name="memory", batch_max=10_000, payload_bytes_max=16 * 1024 * 1024, parallel_commits=1, durable=False
     )
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -185,18 +185,18 @@ class MemoryStore:
         """For tests: make a namespace undecodable."""
         self._spoilt_namespaces.add(name)
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        return [self._load(stretch) for stretch in stretches]
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page]:
+        return [self._load(request) for request in requests]
 
-    def _load(self, stretch: Stretch) -> Page:
-        shard = self._shards.get(stretch.shard_id)
+    def _load(self, request: PageRequest) -> Page:
+        shard = self._shards.get(request.shard_id)
         if shard is None:
             return Page((), None)
-        start = bisect_right(shard.order, stretch.after)
-        page = [shard.at[position] for position in shard.order[start : start + stretch.limit + 1]]
-        timers = [timer for timer in page if timer.execute_at_ms <= stretch.until_ms]
-        after = None if len(timers) <= stretch.limit else timers[stretch.limit - 1].position
-        return shard.without_spoilt(timers[: stretch.limit], after)
+        start = bisect_right(shard.order, request.after)
+        page = [shard.at[position] for position in shard.order[start : start + request.limit + 1]]
+        timers = [timer for timer in page if timer.execute_at_ms <= request.until_ms]
+        after = None if len(timers) <= request.limit else timers[request.limit - 1].position
+        return shard.without_spoilt(timers[: request.limit], after)
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
         return [self._get(shard_id, key) for shard_id, key in keys]
@@ -214,8 +214,8 @@ class MemoryStore:
 
     async def list_timers(self, query: ListQuery) -> Listing:
         shards = [self._shards[shard_id] for shard_id in range(query.num_shards) if shard_id in self._shards]
-        if query.endings:
-            ended = (r for shard in shards for r in shard.all_reached() if r.ending in query.endings)
+        if query.outcomes:
+            ended = (r for shard in shards for r in shard.all_reached() if r.outcome in query.outcomes)
             spoilt = {position for shard in shards for position in shard.spoilt_reached}
             found = (r for r in ended if _matches(query, r.timer, r.timer.scheduled_at_ms))
             reached, after, unreadable = _page(found, query, spoilt)

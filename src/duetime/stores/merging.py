@@ -46,7 +46,7 @@ def matches(query: ListQuery, item: Timer | Reached) -> bool:
     timer, due_ms = (item, item.execute_at_ms) if isinstance(item, Timer) else (item.timer, item.timer.scheduled_at_ms)
     return (
         timer.namespace == query.namespace
-        and (isinstance(item, Timer) or item.ending in query.endings)
+        and (isinstance(item, Timer) or item.outcome in query.outcomes)
         and (query.due_from_ms is None or query.due_from_ms <= due_ms)
         and (query.due_until_ms is None or due_ms < query.due_until_ms)
         and (query.id_prefix is None or timer.timer_id.startswith(query.id_prefix))
@@ -58,7 +58,7 @@ def matches(query: ListQuery, item: Timer | Reached) -> bool:
 def matching(query: ListQuery, row: Any, reading: Reading = PLAIN) -> Timer | Reached | Unreadable | None:
     """The item of a row, if it matches the query. A row that cannot be decoded is compared by namespace and id only."""
     item: Timer | Reached | Unreadable
-    if query.endings:
+    if query.outcomes:
         item = readable(row, reading.reached, reading)
     else:
         item = readable(row, reading.timer, reading)
@@ -97,7 +97,7 @@ class Collected:
     """What a list has collected so far."""
 
     def __init__(self, query: ListQuery) -> None:
-        self._are_reached = bool(query.endings)
+        self._are_reached = bool(query.outcomes)
         self.items: list[Any] = []
         self._unreadable = 0
 
@@ -143,7 +143,7 @@ class _Stream:
 
 def _streams(query: ListQuery, in_one_scan: bool) -> list[_Stream]:
     after, until_ms = query.after, LAST_MS
-    if not query.endings:  # then the due range bounds the scan itself
+    if not query.outcomes:  # then the due range bounds the scan itself
         if query.due_from_ms is not None:
             after = max(after, Position(query.due_from_ms - 1, LARGEST, LARGEST))
         if query.due_until_ms is not None:

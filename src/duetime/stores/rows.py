@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from duetime.domain.instants import LATEST_MS
-from duetime.domain.timer import NO_EXTRAS, Ending, Extras, Namespace, Position, Reached, RetryPolicy, Timer
+from duetime.domain.timer import NO_EXTRAS, Extras, Namespace, Outcome, Position, Reached, RetryPolicy, Timer
 from duetime.store import Found, Page, Unreadable
 from duetime.telemetry import log
 
@@ -107,7 +107,7 @@ def timer_values(timer: Timer) -> tuple[Any, ...]:
 def reached_values(reached: Reached) -> tuple[Any, ...]:
     timer = reached.timer
     own = (timer.execute_at_ms, timer.uuid_high, timer.uuid_low)
-    return (*reached.position, *_common_values(timer), *own, reached.ending.value, reached.reached_at_ms)
+    return (*reached.position, *_common_values(timer), *own, reached.outcome.value, reached.reached_at_ms)
 
 
 def _common_values(timer: Timer) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ def reached_of(row: Row) -> Reached:
     """Of a row that begins with REACHED_COLUMNS."""
     if None in row[_OWN_KEY : len(REACHED_COLUMNS)]:
         raise TypeError("a column of the reached timer is NULL")
-    return Reached(timer=timer_of(row, _OWN_KEY), ending=Ending(row[18]), reached_at_ms=row[19], purge_at_ms=row[0])
+    return Reached(timer=timer_of(row, _OWN_KEY), outcome=Outcome(row[18]), reached_at_ms=row[19], purge_at_ms=row[0])
 
 
 # --- rows that cannot be decoded -----------------------------------------------------------------

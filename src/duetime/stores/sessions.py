@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
 from duetime.errors import OutcomeUnknown, StoreError, StoreUnavailable
-from duetime.stores.background import CLOSE_SECONDS, Begun
+from duetime.stores.background import CLOSE_SECONDS, BackgroundTasks
 
 __all__ = ["CONNECT_SECONDS", "Again", "Driver", "Session", "Sessions"]
 
@@ -61,7 +61,7 @@ class Session(Generic[C]):
         self._connect_seconds = connect_seconds
         self._connection: C | None = None
         self._turn = asyncio.Lock()
-        self._begun = Begun()
+        self._begun = BackgroundTasks()
         self._refused_at = -1.0
         self._refusal: StoreUnavailable | None = None
         self._expired = False

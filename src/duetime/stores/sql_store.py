@@ -24,8 +24,8 @@ from duetime.store import (
     ListQuery,
     Member,
     Page,
+    PageRequest,
     ShardRow,
-    Stretch,
 )
 from duetime.stores.fencing import reading, writing
 from duetime.stores.sessions import CONNECT_SECONDS
@@ -87,7 +87,7 @@ class Words(Protocol):
 
 
 class Reads(Protocol):
-    async def load(self, run: Any, stretches: Sequence[Stretch], /) -> list[Page]: ...
+    async def load(self, run: Any, requests: Sequence[PageRequest], /) -> list[Page]: ...
     async def get_many(self, run: Any, keys: Sequence[tuple[int, TimerKey]], /) -> list[Found]: ...
 
 
@@ -121,7 +121,7 @@ class SqlStore:
     async def open(self) -> None:
         self._history_sql = await self.schema.check(self._address)
         if self._sessions is None:
-            self._sessions = _Open(self.link, self._address, self.capabilities.lanes)
+            self._sessions = _Open(self.link, self._address, self.capabilities.parallel_commits)
 
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, None
@@ -194,8 +194,8 @@ class SqlStore:
         return await self.words.commit(self._open.commits.write, batches)
 
     @reading
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        return await self.reads.load(self._open.reads.read, stretches)
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page]:
+        return await self.reads.load(self._open.reads.read, requests)
 
     @reading
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
@@ -223,8 +223,8 @@ class SqlStore:
 class _Open:
     """The sessions of an open store. Each connects when it is first used."""
 
-    def __init__(self, link: Link, address: Any, lanes: int) -> None:
-        self.commits = link.Line(address, lanes, STATEMENT_SECONDS, CONNECT_SECONDS)
+    def __init__(self, link: Link, address: Any, parallel_commits: int) -> None:
+        self.commits = link.Line(address, parallel_commits, STATEMENT_SECONDS, CONNECT_SECONDS)
         self.reads = link.Line(address, READERS, STATEMENT_SECONDS, CONNECT_SECONDS)
         self.changes = link.Line(address, 1, STATEMENT_SECONDS, CONNECT_SECONDS)
         self.lists = link.Line(address, 1, STATEMENT_SECONDS, CONNECT_SECONDS)

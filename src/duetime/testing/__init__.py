@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from duetime.domain.timer import Ending, Reached, Timer, uuid_of
+from duetime.domain.timer import Outcome, Reached, Timer, uuid_of
 
 __all__ = ["make_reached", "make_timer"]
 
@@ -27,10 +27,10 @@ def make_timer(timer_id: str = "timer", execute_at_ms: int = 1_800_000_000_000, 
     return Timer(namespace=namespace, timer_id=timer_id, execute_at_ms=execute_at_ms, **(fields | changes))
 
 
-def make_reached(timer: Timer, ending: Ending = Ending.DELIVERED, **changes: Any) -> Reached:
+def make_reached(timer: Timer, outcome: Outcome = Outcome.DELIVERED, **changes: Any) -> Reached:
     """The end of a timer, at the time it was due, to be purged a day later."""
     fields: dict[str, Any] = {
         "reached_at_ms": timer.execute_at_ms,
         "purge_at_ms": timer.execute_at_ms + 86_400_000,
     }
-    return Reached(timer=timer, ending=ending, **(fields | changes))
+    return Reached(timer=timer, outcome=outcome, **(fields | changes))

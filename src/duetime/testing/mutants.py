@@ -89,7 +89,7 @@ def _settle_whatever_is_there(self: Shard, entry: Entry, settlement: Any) -> boo
     if self.dropped or current is None:
         return False
     if current.phase is Phase.ARMED:
-        self._yard.disarm(current)
+        self._host.disarm(current)
     self._settle(current, settlement)
     return True
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from duetime.api.auth import ANYONE, Caller, Gate, is_loopback, split_listen
+from duetime.api.auth import ANYONE, Authenticator, Caller, is_loopback, split_listen
 from duetime.config import Auth, Token
 from duetime.errors import Forbidden, SetupError, Unauthenticated
 from duetime.http.server import Request
@@ -17,8 +17,8 @@ def token(secret: str, **fields: Any) -> Token:
     return Token(name=secret, sha256=sha256(secret.encode("latin-1")).hexdigest(), **fields)
 
 
-def gate(*tokens: Token) -> Gate:
-    return Gate(Auth(tokens=tokens))
+def gate(*tokens: Token) -> Authenticator:
+    return Authenticator(Auth(tokens=tokens))
 
 
 def request(**headers: str) -> Request:

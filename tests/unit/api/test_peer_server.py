@@ -8,16 +8,16 @@ from typing import Any, cast
 import pytest
 
 from duetime.api import peer_server as door_module
-from duetime.api.peer_server import PeerDoor
-from duetime.cluster.forwarding import DeleteOrder, Forward, OrderAnswer, Peer
+from duetime.api.peer_server import PeerServer
+from duetime.cluster.forwarding import CommandAnswer, DeleteCommand, Forward, Peer
 from duetime.cluster.peer_protocol import (
-    ORDERS_PATH,
+    COMMANDS_PATH,
     SIGNATURE,
     STATUS_PATH,
-    Orders,
-    Question,
+    CommandBatch,
     Reply,
-    decode_answers,
+    StatusRequest,
+    decode_replies,
     encode,
     reply_of,
     sign,
@@ -28,14 +28,14 @@ from duetime.http.server import Request, Response
 from duetime.service.service import Service
 
 
-class Owner:
+class Commands:
     """The service behind the door. Orders named in `errors` fail at once, those in `pending` are not decided yet."""
 
     def __init__(self) -> None:
         self.peer = Peer("b", "b:1", "the secret")
         self.got: list[str] = []
         self.errors: dict[str, Exception] = {}
-        self.pending: dict[str, asyncio.Future[OrderAnswer]] = {}
+        self.pending: dict[str, asyncio.Future[CommandAnswer]] = {}
 
     def as_peer(self) -> Peer:
         return self.peer
@@ -43,45 +43,45 @@ class Owner:
     def instance_status(self) -> dict[str, str]:
         return {"instance_id": self.peer.instance_id}
 
-    def take(self, forward: Forward) -> asyncio.Future[OrderAnswer]:
-        return self._answer(forward.order_id, Verdict.CANCELLED)
+    def take(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
+        return self._answer(forward.command_id, Verdict.CANCELLED)
 
-    def taken(self, order_id: str) -> asyncio.Future[OrderAnswer]:
-        return self._answer(order_id, Verdict.ALREADY_REACHED)
+    def taken(self, command_id: str) -> asyncio.Future[CommandAnswer]:
+        return self._answer(command_id, Verdict.ALREADY_REACHED)
 
-    def _answer(self, order_id: str, verdict: Verdict) -> asyncio.Future[OrderAnswer]:
-        if order_id in self.errors:
-            raise self.errors[order_id]
-        self.got.append(order_id)
-        if order_id in self.pending:
-            return self.pending[order_id]
-        answer: asyncio.Future[OrderAnswer] = asyncio.get_running_loop().create_future()
+    def _answer(self, command_id: str, verdict: Verdict) -> asyncio.Future[CommandAnswer]:
+        if command_id in self.errors:
+            raise self.errors[command_id]
+        self.got.append(command_id)
+        if command_id in self.pending:
+            return self.pending[command_id]
+        answer: asyncio.Future[CommandAnswer] = asyncio.get_running_loop().create_future()
         answer.set_result(verdict)
         return answer
 
 
 @pytest.fixture
-def owner() -> Owner:
-    return Owner()
+def owner() -> Commands:
+    return Commands()
 
 
 @pytest.fixture
-def door(owner: Owner) -> PeerDoor:
-    return PeerDoor(cast(Service, owner))
+def door(owner: Commands) -> PeerServer:
+    return PeerServer(cast(Service, owner))
 
 
-def order(order_id: str) -> Forward:
-    return Forward(order_id, 0, 1, DeleteOrder(TimerKey("n", order_id)))
+def command(command_id: str) -> Forward:
+    return Forward(command_id, 0, 1, DeleteCommand(TimerKey("n", command_id)))
 
 
 def request(
     number: int, *new: str, sender: str = "a", to: str = "b", secret: str = "the secret", again: tuple[str, ...] = ()
 ) -> Request:
-    body = encode(Orders(to, sender, number, [order(name) for name in new], list(again)))
-    return Request("POST", ORDERS_PATH, headers={SIGNATURE.encode(): sign(secret, body).encode()}, body=body)
+    body = encode(CommandBatch(to, sender, number, [command(name) for name in new], list(again)))
+    return Request("POST", COMMANDS_PATH, headers={SIGNATURE.encode(): sign(secret, body).encode()}, body=body)
 
 
-async def accepts(door: PeerDoor, sent: Request) -> bool:
+async def accepts(door: PeerServer, sent: Request) -> bool:
     """False: refused as a replay."""
     try:
         await door.handle(sent)
@@ -91,28 +91,28 @@ async def accepts(door: PeerDoor, sent: Request) -> bool:
 
 
 def replies(response: Response) -> list[Reply]:
-    return decode_answers(response.body).replies
+    return decode_replies(response.body).replies
 
 
 # --- each request once ---------------------------------------------------------------------------
 
 
-async def test_a_request_is_accepted_once(door: PeerDoor, owner: Owner) -> None:
+async def test_a_request_is_accepted_once(door: PeerServer, owner: Commands) -> None:
     sent = request(1, "t1")
     assert await accepts(door, sent)
     assert not await accepts(door, sent)
     assert owner.got == ["t1"]
 
 
-async def test_a_question_about_the_status_is_accepted_once_too(door: PeerDoor) -> None:
-    body = encode(Question("b", "a", 1))
+async def test_a_question_about_the_status_is_accepted_once_too(door: PeerServer) -> None:
+    body = encode(StatusRequest("b", "a", 1))
     sent = Request("POST", STATUS_PATH, headers={SIGNATURE.encode(): sign("the secret", body).encode()}, body=body)
     assert await accepts(door, sent)
     assert not await accepts(door, sent)
     assert not await accepts(door, request(1)), "orders and questions are numbered together"
 
 
-async def test_requests_may_overtake_each_other(door: PeerDoor) -> None:
+async def test_requests_may_overtake_each_other(door: PeerServer) -> None:
     for number in (3, 1, 2, 7, 5):
         assert await accepts(door, request(number))
     for number in (1, 2, 3, 5, 7):
@@ -122,12 +122,12 @@ async def test_requests_may_overtake_each_other(door: PeerDoor) -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1, -(2**63)])
-async def test_numbers_start_at_one(door: PeerDoor, number: int) -> None:
+async def test_numbers_start_at_one(door: PeerServer, number: int) -> None:
     assert not await accepts(door, request(number))
 
 
 async def test_an_instance_that_joins_again_accepts_numbers_from_one_and_refuses_what_was_sent_before(
-    door: PeerDoor, owner: Owner
+    door: PeerServer, owner: Commands
 ) -> None:
     before = [request(number, f"t{number}") for number in range(1, 6)]
     assert all([await accepts(door, sent) for sent in before])
@@ -144,7 +144,7 @@ async def test_an_instance_that_joins_again_accepts_numbers_from_one_and_refuses
 
 
 async def test_old_requests_stay_refused_when_many_have_come_since(
-    door: PeerDoor, monkeypatch: pytest.MonkeyPatch
+    door: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door_module, "_NUMBERS_KEPT", 100)
     for number in range(1, 1_000):
@@ -155,7 +155,9 @@ async def test_old_requests_stay_refused_when_many_have_come_since(
     assert await accepts(door, request(1_000))
 
 
-async def test_a_request_may_be_as_late_as_stated_and_no_later(door: PeerDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_may_be_as_late_as_stated_and_no_later(
+    door: PeerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(door_module, "_NUMBERS_KEPT", 100)
     assert await accepts(door, request(1_000))
     assert not await accepts(door, request(900))
@@ -167,7 +169,7 @@ async def test_a_request_may_be_as_late_as_stated_and_no_later(door: PeerDoor, m
     assert not await accepts(door, request(901))
 
 
-async def test_numbers_far_apart_are_kept_in_little_memory(door: PeerDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_numbers_far_apart_are_kept_in_little_memory(door: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "_NUMBERS_KEPT", 100)
     for number in (*range(2, 5_000), *range(10_000, 12_000, 2), 2**60, *range(2**60 + 1, 2**60 + 500)):
         assert await accepts(door, request(number))
@@ -178,13 +180,13 @@ async def test_numbers_far_apart_are_kept_in_little_memory(door: PeerDoor, monke
 # --- many senders --------------------------------------------------------------------------------
 
 
-async def test_senders_are_told_apart(door: PeerDoor) -> None:
+async def test_senders_are_told_apart(door: PeerServer) -> None:
     assert await accepts(door, request(1, sender="a"))
     assert await accepts(door, request(1, sender="c"))
     assert not await accepts(door, request(1, sender="a"))
 
 
-async def test_what_was_overheard_stays_refused_when_many_other_senders_have_come(door: PeerDoor) -> None:
+async def test_what_was_overheard_stays_refused_when_many_other_senders_have_come(door: PeerServer) -> None:
     overheard = [request(number, sender="first") for number in (1, 2, 3)]
     assert all([await accepts(door, sent) for sent in overheard])
     for other in range(1_500):
@@ -196,7 +198,7 @@ async def test_what_was_overheard_stays_refused_when_many_other_senders_have_com
 
 
 async def test_the_sender_that_is_displaced_is_the_one_not_heard_from_for_longest(
-    door: PeerDoor, monkeypatch: pytest.MonkeyPatch
+    door: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door_module, "_SENDERS_MAX", 2)
     for sender in ("a", "c", "a"):
@@ -207,7 +209,7 @@ async def test_the_sender_that_is_displaced_is_the_one_not_heard_from_for_longes
 
 
 async def test_a_displaced_sender_starts_anew_too_when_the_receiver_has_joined_again(
-    door: PeerDoor, owner: Owner, monkeypatch: pytest.MonkeyPatch
+    door: PeerServer, owner: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door_module, "_SENDERS_MAX", 1)
     for number in range(1, 6):
@@ -217,7 +219,7 @@ async def test_a_displaced_sender_starts_anew_too_when_the_receiver_has_joined_a
     assert await accepts(door, request(1, sender="a", to="b2", secret="another secret"))
 
 
-async def test_memory_of_displaced_senders_is_bounded(door: PeerDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_of_displaced_senders_is_bounded(door: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "_SENDERS_MAX", 2)
     monkeypatch.setattr(door_module, "_SENDERS_RETIRED_MAX", 10)
     for other in range(100):
@@ -229,25 +231,25 @@ async def test_memory_of_displaced_senders_is_bounded(door: PeerDoor, monkeypatc
 # --- who is asked, and by whom -------------------------------------------------------------------
 
 
-async def test_nothing_is_looked_at_that_is_for_another_or_not_signed(door: PeerDoor, owner: Owner) -> None:
+async def test_nothing_is_looked_at_that_is_for_another_or_not_signed(door: PeerServer, owner: Commands) -> None:
     with pytest.raises(Forbidden):
         await door.handle(request(1, "t1", to="c"))
     for secret in ("", "the secret of another"):
         with pytest.raises(Unauthenticated):
             await door.handle(request(1, "t1", secret=secret))
-    unsigned = Request("POST", ORDERS_PATH, body=request(1, "t1").body)
+    unsigned = Request("POST", COMMANDS_PATH, body=request(1, "t1").body)
     with pytest.raises(Unauthenticated):
         await door.handle(unsigned)
     with pytest.raises(Unauthenticated):
-        await door.handle(Request("POST", STATUS_PATH, body=encode(Question("b", "a", 1))))
+        await door.handle(Request("POST", STATUS_PATH, body=encode(StatusRequest("b", "a", 1))))
     with pytest.raises(InvalidField):
-        await door.handle(Request("POST", ORDERS_PATH, body=b"rubbish"))
+        await door.handle(Request("POST", COMMANDS_PATH, body=b"rubbish"))
     assert owner.got == []
     assert await accepts(door, request(1, "t1")), "a refused request uses up no number"
 
 
 async def test_refusals_are_logged_once_a_minute_for_each_kind(
-    door: PeerDoor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    door: PeerServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, now = asyncio.get_running_loop(), 1_000.0
     monkeypatch.setattr(loop, "time", lambda: now)
@@ -272,7 +274,7 @@ async def test_refusals_are_logged_once_a_minute_for_each_kind(
     assert await refused() == lines
 
 
-async def test_a_refusal_cannot_fill_the_log_or_forge_lines(door: PeerDoor, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refusal_cannot_fill_the_log_or_forge_lines(door: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Forbidden):
         await door.handle(request(1, sender="x\n" * 5_000, to="y" * 5_000))
     [record] = caplog.records
@@ -284,7 +286,7 @@ async def test_a_refusal_cannot_fill_the_log_or_forge_lines(door: PeerDoor, capl
 
 
 async def test_replies_are_in_the_order_of_the_new_orders_and_then_of_those_asked_for_again(
-    door: PeerDoor, owner: Owner
+    door: PeerServer, owner: Commands
 ) -> None:
     owner.pending = {"t2": asyncio.get_running_loop().create_future()}
     answered = replies(await door.handle(request(1, "t1", "t2", "t3", again=("t4", "t2"))))
@@ -293,7 +295,7 @@ async def test_replies_are_in_the_order_of_the_new_orders_and_then_of_those_aske
     assert not owner.pending["t2"].cancelled(), "somebody else may wait for it too"
 
 
-async def test_an_order_that_is_decided_soon_is_answered_in_the_same_request(door: PeerDoor, owner: Owner) -> None:
+async def test_an_order_that_is_decided_soon_is_answered_in_the_same_request(door: PeerServer, owner: Commands) -> None:
     loop = asyncio.get_running_loop()
     owner.pending = {"t1": loop.create_future(), "t2": loop.create_future()}
     door.answer_within_s = 60
@@ -307,7 +309,7 @@ async def test_an_order_that_is_decided_soon_is_answered_in_the_same_request(doo
 
 
 async def test_an_order_that_fails_at_once_fails_alone(
-    door: PeerDoor, owner: Owner, caplog: pytest.LogCaptureFixture
+    door: PeerServer, owner: Commands, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others of its request were taken: it must neither look refused as a whole, nor unknown as a whole."""
     owner.errors = {"t2": NotOwner("moved"), "t3": ZeroDivisionError("a bug"), "t5": NotOwner("moved")}
@@ -319,7 +321,7 @@ async def test_an_order_that_fails_at_once_fails_alone(
     assert "unexpected error" in caplog.text
 
 
-async def test_an_order_that_was_cancelled_is_unknown(door: PeerDoor, owner: Owner) -> None:
+async def test_an_order_that_was_cancelled_is_unknown(door: PeerServer, owner: Commands) -> None:
     cancelled: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     cancelled.cancel()
     owner.pending = {"t1": cancelled}

@@ -660,6 +660,7 @@ def test_the_public_names_are_these() -> None:
         "NamespaceSettings",
         "NewTimer",
         "NotFound",
+        "Outcome",
         "OutcomeUnknown",
         "Page",
         "Rejected",

@@ -9,7 +9,7 @@ import pytest
 from engine_world import URL, World
 from two_instances import Wires, of_two, owned_by
 
-from duetime.cluster.forwarding import CreateOrder, Forward
+from duetime.cluster.forwarding import CreateCommand, Forward
 from duetime.domain.timer import NamespaceSpec, TimerKey, TimerSpec, shard_of
 from duetime.errors import DuetimeError, StoreUnavailable
 from duetime.store import Store
@@ -125,19 +125,19 @@ def test_an_order_under_way_is_never_forgotten_and_large_ones_do_not_fill_the_me
         shard_id = shard_of(timer_id, 16)
         version = b.engine.shards[shard_id].fence.version
 
-        def order(number: int, payload: str) -> Forward:
+        def command(number: int, payload: str) -> Forward:
             spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=60_000, callback_url=URL, payload=payload)
-            return Forward(f"order-{number}", shard_id, version, CreateOrder(spec))
+            return Forward(f"order-{number}", shard_id, version, CreateCommand(spec))
 
-        first = b.service.take(order(0, "1"))
+        first = b.service.take(command(0, "1"))
         for number in range(1, 120):
-            b.service.take(order(number, '"' + "x" * 250_000 + '"'))
+            b.service.take(command(number, '"' + "x" * 250_000 + '"'))
         assert b.service.taken("order-0") is first
         released.set()
         await first
         await asyncio.sleep(1)
         for number in range(1_000, 1_010):  # each new one lets a few old ones go
-            b.service.take(order(number, "2"))
+            b.service.take(command(number, "2"))
         assert b.service._taken_chars <= 17 * 1024 * 1024
         await b.service.delete(TimerKey("default", timer_id))
 

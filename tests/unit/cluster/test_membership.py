@@ -612,12 +612,12 @@ class TestClock:
             await wrong.join()
             await right.observe()
             assert set(right.alive) == {right.instance_id, wrong.instance_id}
-            assert right.fit == wrong.fit == (right.instance_id,)
+            assert right.eligible == wrong.eligible == (right.instance_id,)
             wrong.clock.offset_ms = 0
             await wrong.beat()  # learns that it is right again
             await wrong.beat()  # and says so
             assert await right.observe()
-            assert set(right.fit) == {right.instance_id, wrong.instance_id}
+            assert set(right.eligible) == {right.instance_id, wrong.instance_id}
 
         in_town(story)
 
@@ -631,9 +631,9 @@ class TestSteady:
             await a.join()
             await b.join()
             await passing(3.5, a, b, observer=b)
-            assert not b.is_steady(a.instance_id)
+            assert not b.is_established(a.instance_id)
             await asyncio.sleep(0.001)
-            assert b.is_steady(a.instance_id)
+            assert b.is_established(a.instance_id)
 
         in_town(story)
 
@@ -644,9 +644,9 @@ class TestSteady:
             await b.join()
             await passing(10, a, b, observer=b)
             await asyncio.sleep(1.25)
-            assert b.is_steady(a.instance_id)
+            assert b.is_established(a.instance_id)
             await asyncio.sleep(0.001)
-            assert not b.is_steady(a.instance_id)
+            assert not b.is_established(a.instance_id)
 
         in_town(story)
 
@@ -654,7 +654,7 @@ class TestSteady:
         async def story(town: Town) -> None:
             a = town.member()
             await a.join()
-            assert not a.is_steady("nobody")
+            assert not a.is_established("nobody")
 
         in_town(story)
 
@@ -704,7 +704,7 @@ class TestJoining:
             joining = asyncio.ensure_future(a.join())
             await asyncio.sleep(0.1)
             await b.observe()
-            assert set(b.fit) == {a.instance_id, b.instance_id}
+            assert set(b.eligible) == {a.instance_id, b.instance_id}
             beating.set()
             await joining
 
@@ -999,7 +999,7 @@ class TestOffset:
             await a.join()
             a.clock.offset_ms = 2_000
             await a.beat()
-            assert a.fit == ()
+            assert a.eligible == ()
             counters = [(await row_of(town, a)).counter]
             for _ in range(4):
                 await a.beat()

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from duetime.cluster import peer_client
-from duetime.cluster.forwarding import CreateOrder, DeleteOrder, Forward, OrderAnswer, Peer, UpdateOrder
-from duetime.cluster.peer_client import HttpPeers
+from duetime.cluster.forwarding import CommandAnswer, CreateCommand, DeleteCommand, Forward, Peer, UpdateCommand
+from duetime.cluster.peer_client import PeerClient
 from duetime.cluster.peer_protocol import (
     REFUSED,
     SIGNATURE,
-    Answers,
-    Orders,
+    CommandBatch,
     Reply,
-    decode_orders,
+    ReplyBatch,
+    decode_commands,
     encode,
     reply_of,
     sign,
@@ -31,7 +31,7 @@ PEER = Peer("b", "b:1", "the secret")
 DONE = reply_of(Verdict.CANCELLED)
 UNDECIDED = Reply()
 
-Script = Callable[[Orders], Awaitable[Answer | None]]
+Script = Callable[[CommandBatch], Awaitable[Answer | None]]
 
 
 class Wire:
@@ -39,7 +39,7 @@ class Wire:
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.requests: list[Orders] = []
+        self.requests: list[CommandBatch] = []
         self.targets: list[Target] = []
         self.timeouts_ms: list[int] = []
         self.under_way = 0
@@ -53,12 +53,12 @@ class Wire:
         assert f"{SIGNATURE}: {sign('the secret', body)}".encode() in head
         self.targets.append(target)
         self.timeouts_ms.append(timeout_ms)
-        orders = decode_orders(body)
-        self.requests.append(orders)
+        commands = decode_commands(body)
+        self.requests.append(commands)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
-            return await self.script(orders)
+            return await self.script(commands)
         finally:
             self.under_way -= 1
 
@@ -66,49 +66,49 @@ class Wire:
 
 
 def answers(*replies: Reply) -> Answer:
-    return Answer(200, {}, encode(Answers(list(replies))))
+    return Answer(200, {}, encode(ReplyBatch(list(replies))))
 
 
 def delete(name: str) -> Forward:
-    return Forward(name, 0, 1, DeleteOrder(TimerKey("n", name)))
+    return Forward(name, 0, 1, DeleteCommand(TimerKey("n", name)))
 
 
 def create(name: str, payload: str) -> Forward:
-    return Forward(name, 0, 1, CreateOrder(TimerSpec(namespace="n", timer_id=name, delay_ms=1, payload=payload)))
+    return Forward(name, 0, 1, CreateCommand(TimerSpec(namespace="n", timer_id=name, delay_ms=1, payload=payload)))
 
 
-def ids(requests: list[Orders]) -> list[tuple[list[str], list[str]]]:
-    return [([forward.order_id for forward in orders.new], orders.again) for orders in requests]
+def ids(requests: list[CommandBatch]) -> list[tuple[list[str], list[str]]]:
+    return [([forward.command_id for forward in commands.new], commands.again) for commands in requests]
 
 
-def told(script: Script, story: Callable[[HttpPeers, Wire], Awaitable[None]]) -> None:
+def told(script: Script, story: Callable[[PeerClient, Wire], Awaitable[None]]) -> None:
     async def run(_: VirtualClock) -> None:
         wire = Wire(script)
-        await story(HttpPeers(lambda: "a", wire), wire)
+        await story(PeerClient(lambda: "a", wire), wire)
 
     run_virtual(run)
 
 
-def asked(peers: HttpPeers, forward: Forward, peer: Peer = PEER) -> asyncio.Task[OrderAnswer]:
+def asked(peers: PeerClient, forward: Forward, peer: Peer = PEER) -> asyncio.Task[CommandAnswer]:
     return asyncio.ensure_future(peers.forward(peer, forward))
 
 
-async def outcome(task: asyncio.Task[OrderAnswer]) -> object:
+async def outcome(task: asyncio.Task[CommandAnswer]) -> object:
     try:
         return await task
     except Exception as error:
         return type(error)
 
 
-async def done(orders: Orders) -> Answer:
-    return answers(*[DONE] * (len(orders.new) + len(orders.again)))
+async def done(commands: CommandBatch) -> Answer:
+    return answers(*[DONE] * (len(commands.new) + len(commands.again)))
 
 
 # --- what a request says -------------------------------------------------------------------------
 
 
 def test_a_request_names_receiver_and_sender_and_is_numbered_for_each_receiver() -> None:
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         for name in ("t1", "t2"):
             await peers.forward(PEER, delete(name))
         await peers.forward(Peer("c", "c:1", "the secret"), delete("t3"))
@@ -123,22 +123,22 @@ def test_a_peer_that_is_asked_now_and_then_is_never_given_a_number_twice(monkeyp
     """However many others there were in between, whose numbers are forgotten at last."""
     monkeypatch.setattr(peer_client, "_NUMBERED_MAX", 10)
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         for number in range(100):
             await peers.forward(Peer(f"p{number}", "p:1", "the secret"), delete("t"))
             if number % 5 == 0:
                 await peers.forward(PEER, delete("t"))
             assert len(peers._numbers) <= 10
-        assert [orders.number for orders in wire.requests if orders.to == "b"] == list(range(1, 21))
+        assert [commands.number for commands in wire.requests if commands.to == "b"] == list(range(1, 21))
 
     told(done, story)
 
 
 def test_each_order_gets_the_reply_in_its_place() -> None:
-    async def script(orders: Orders) -> Answer:
-        return answers(*(Reply(error="InvalidField", detail=forward.order_id) for forward in orders.new))
+    async def script(commands: CommandBatch) -> Answer:
+        return answers(*(Reply(error="InvalidField", detail=forward.command_id) for forward in commands.new))
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         for name, task in [(f"t{n}", asked(peers, delete(f"t{n}"))) for n in range(10)]:
             with pytest.raises(InvalidField, match=f"^{name}$"):
                 await task
@@ -148,14 +148,14 @@ def test_each_order_gets_the_reply_in_its_place() -> None:
 
 
 def test_new_orders_come_first_in_a_request_even_if_those_asked_for_again_waited_longer() -> None:
-    async def script(orders: Orders) -> Answer:
-        if orders.new[0].order_id == "old":
+    async def script(commands: CommandBatch) -> Answer:
+        if commands.new[0].command_id == "old":
             await asyncio.sleep(0.01)
             return answers(UNDECIDED)
-        replies = [Reply(error="InvalidField", detail=f"new {forward.order_id}") for forward in orders.new]
-        return answers(*replies, *(Reply(error="InvalidField", detail=f"again {name}") for name in orders.again))
+        replies = [Reply(error="InvalidField", detail=f"new {forward.command_id}") for forward in commands.new]
+        return answers(*replies, *(Reply(error="InvalidField", detail=f"again {name}") for name in commands.again))
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         old = asked(peers, delete("old"))
         while not wire.requests:
             await asyncio.sleep(0)
@@ -173,16 +173,16 @@ def test_new_orders_come_first_in_a_request_even_if_those_asked_for_again_waited
 def test_a_mixed_request_is_read_in_the_order_it_was_written() -> None:
     calls = 0
 
-    async def script(orders: Orders) -> Answer:
+    async def script(commands: CommandBatch) -> Answer:
         nonlocal calls
         calls += 1
         if calls <= 4:  # all four requests that may be under way, so that what comes now waits
             await asyncio.sleep(1)
-            return answers(*[UNDECIDED] * len(orders.new))
-        replies = [Reply(error="InvalidField", detail=f"new {forward.order_id}") for forward in orders.new]
-        return answers(*replies, *(Reply(error="InvalidField", detail=f"again {name}") for name in orders.again))
+            return answers(*[UNDECIDED] * len(commands.new))
+        replies = [Reply(error="InvalidField", detail=f"new {forward.command_id}") for forward in commands.new]
+        return answers(*replies, *(Reply(error="InvalidField", detail=f"again {name}") for name in commands.again))
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         first = []
         for number in range(4):
             first.append(asked(peers, delete(f"old{number}")))
@@ -195,7 +195,7 @@ def test_a_mixed_request_is_read_in_the_order_it_was_written() -> None:
         for number, task in enumerate(first):
             with pytest.raises(InvalidField, match=f"^again old{number}$"):
                 await task
-        assert any(orders.new and orders.again for orders in wire.requests)
+        assert any(commands.new and commands.again for commands in wire.requests)
 
     told(script, story)
 
@@ -204,15 +204,15 @@ def test_a_mixed_request_is_read_in_the_order_it_was_written() -> None:
 
 
 def test_at_most_four_requests_are_under_way_and_each_has_at_most_256_orders() -> None:
-    async def script(orders: Orders) -> Answer:
+    async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(0.1)
-        return await done(orders)
+        return await done(commands)
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         await asyncio.gather(*(peers.forward(PEER, delete(f"t{number}")) for number in range(3_000)))
         assert wire.most_under_way == 4
-        assert max(len(orders.new) for orders in wire.requests) == 256
-        assert sum(len(orders.new) for orders in wire.requests) == 3_000
+        assert max(len(commands.new) for commands in wire.requests) == 256
+        assert sum(len(commands.new) for commands in wire.requests) == 3_000
 
     told(script, story)
 
@@ -220,30 +220,30 @@ def test_at_most_four_requests_are_under_way_and_each_has_at_most_256_orders() -
 def test_large_payloads_are_spread_over_requests() -> None:
     payload = "x" * (512 * 1024)
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         large = [create(f"t{number}", payload) for number in range(8)]
-        patch = [Forward("p", 0, 1, UpdateOrder(TimerKey("n", "p"), TimerPatch(payload=payload)))]
+        patch = [Forward("p", 0, 1, UpdateCommand(TimerKey("n", "p"), TimerPatch(payload=payload)))]
         await asyncio.gather(*(peers.forward(PEER, forward) for forward in large + patch))
-        assert [len(orders.new) for orders in wire.requests] == [4, 4, 1]
+        assert [len(commands.new) for commands in wire.requests] == [4, 4, 1]
 
     told(done, story)
 
 
 def test_payloads_that_were_sent_do_not_count_when_their_orders_are_asked_for_again() -> None:
-    async def script(orders: Orders) -> Answer:
+    async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(0.01)
-        return answers(*[UNDECIDED] * len(orders.new), *[DONE] * len(orders.again))
+        return answers(*[UNDECIDED] * len(commands.new), *[DONE] * len(commands.again))
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         payload = "x" * (512 * 1024)
         await asyncio.gather(*(peers.forward(PEER, create(f"t{number}", payload)) for number in range(16)))
-        assert max(len(orders.again) for orders in wire.requests) > 4
+        assert max(len(commands.again) for commands in wire.requests) > 4
 
     told(script, story)
 
 
 def test_more_than_twenty_thousand_waiting_orders_are_busy() -> None:
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         tasks = [asked(peers, delete(f"t{number}")) for number in range(20_001)]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results[-1:]] == [Busy]
@@ -256,11 +256,11 @@ def test_more_than_twenty_thousand_waiting_orders_are_busy() -> None:
 
 
 def test_an_order_that_was_not_sent_within_two_seconds_goes_back_unsent() -> None:
-    async def script(orders: Orders) -> Answer:
+    async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(2.5)
-        return await done(orders)
+        return await done(commands)
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         sent = []
         for number in range(4):
             sent.append(asked(peers, delete(f"t{number}")))
@@ -279,11 +279,11 @@ def test_an_order_that_was_not_sent_within_two_seconds_goes_back_unsent() -> Non
 
 
 def test_nothing_is_sent_for_orders_that_have_all_gone_back() -> None:
-    async def script(orders: Orders) -> Answer:
+    async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(2.5)
-        return await done(orders)
+        return await done(commands)
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         for number in range(4):
             asked(peers, delete(f"t{number}"))
             await asyncio.sleep(0)
@@ -298,12 +298,12 @@ def test_nothing_is_sent_for_orders_that_have_all_gone_back() -> None:
 
 
 def test_an_order_that_was_taken_is_asked_for_until_it_is_decided_however_old_it_is() -> None:
-    async def script(orders: Orders) -> Answer:
+    async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(0.5)
         decided = asyncio.get_running_loop().time() > 12
-        return answers(*[DONE if decided else UNDECIDED] * (len(orders.new) + len(orders.again)))
+        return answers(*[DONE if decided else UNDECIDED] * (len(commands.new) + len(commands.again)))
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         assert await peers.forward(PEER, delete("t1")) is Verdict.CANCELLED
         assert ids(wire.requests)[0] == (["t1"], [])
         assert set(map(str, ids(wire.requests)[1:])) == {"([], ['t1'])"}
@@ -312,11 +312,11 @@ def test_an_order_that_was_taken_is_asked_for_until_it_is_decided_however_old_it
 
 
 def test_an_order_that_is_not_decided_within_fifteen_seconds_is_unknown() -> None:
-    async def script(orders: Orders) -> Answer:
+    async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(0.5)
-        return answers(*[UNDECIDED] * (len(orders.new) + len(orders.again)))
+        return answers(*[UNDECIDED] * (len(commands.new) + len(commands.again)))
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(OutcomeUnknown, match="not decided in time"):
             await peers.forward(PEER, delete("t1"))
@@ -328,35 +328,35 @@ def test_an_order_that_is_not_decided_within_fifteen_seconds_is_unknown() -> Non
 # --- when a request fails ------------------------------------------------------------------------
 
 
-async def _refused_by_the_door(_: Orders) -> Answer:
+async def _refused_by_the_door(_: CommandBatch) -> Answer:
     return Answer(403, {REFUSED.encode(): b"not carried out"}, b"this is another")
 
 
-async def _replayed(_: Orders) -> Answer:
+async def _replayed(_: CommandBatch) -> Answer:
     return Answer(409, {REFUSED.encode(): b"not carried out"}, b"replayed request number")
 
 
-async def _by_a_proxy(_: Orders) -> Answer:
+async def _by_a_proxy(_: CommandBatch) -> Answer:
     return Answer(403, {}, b"not allowed")
 
 
-async def _not_sent(_: Orders) -> Answer:
+async def _not_sent(_: CommandBatch) -> Answer:
     raise HttpError("connection refused", sent=False)
 
 
-async def _sent(_: Orders) -> Answer:
+async def _sent(_: CommandBatch) -> Answer:
     raise HttpError("connection closed before the answer", sent=True)
 
 
-async def _broken(_: Orders) -> None:
+async def _broken(_: CommandBatch) -> None:
     return None
 
 
-async def _a_bug(_: Orders) -> Answer:
+async def _a_bug(_: CommandBatch) -> Answer:
     raise ZeroDivisionError
 
 
-async def _unreadable(_: Orders) -> Answer:
+async def _unreadable(_: CommandBatch) -> Answer:
     return Answer(200, {}, b"\xc1")
 
 
@@ -376,15 +376,15 @@ FAILURES: list[tuple[Any, type[Exception]]] = [
 def test_what_is_told_when_a_request_fails(failure: Any, kind: type[Exception]) -> None:
     """A new order is unknown unless it is certain that it was not taken; one that was taken before is unknown."""
 
-    async def script(orders: Orders) -> Answer | None:
+    async def script(commands: CommandBatch) -> Answer | None:
         await asyncio.sleep(0.01)
         if len(wires[0].requests) == 1:
-            return answers(*[UNDECIDED] * len(orders.new))
-        return await failure(orders)  # type: ignore[no-any-return]
+            return answers(*[UNDECIDED] * len(commands.new))
+        return await failure(commands)  # type: ignore[no-any-return]
 
     wires: list[Wire] = []
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         wires.append(wire)
         taken = asked(peers, delete("taken"))
         await asyncio.sleep(0.0099)
@@ -400,7 +400,7 @@ def test_what_is_told_when_a_request_fails(failure: Any, kind: type[Exception]) 
 def test_what_was_not_sent_yet_goes_back_when_a_request_fails_and_what_was_taken_does_not() -> None:
     calls = 0
 
-    async def script(orders: Orders) -> Answer:
+    async def script(commands: CommandBatch) -> Answer:
         nonlocal calls
         calls += 1
         if calls == 1:  # taken, and asked for again when the others have failed
@@ -409,9 +409,9 @@ def test_what_was_not_sent_yet_goes_back_when_a_request_fails_and_what_was_taken
         if calls <= 4:
             await asyncio.sleep(0.5)
             raise HttpError("no answer", sent=True)
-        return await done(orders)
+        return await done(commands)
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         tasks = []
         for name in ("taken", "t1", "t2", "t3"):
             tasks.append(asked(peers, delete(name)))
@@ -430,11 +430,11 @@ def test_what_was_not_sent_yet_goes_back_when_a_request_fails_and_what_was_taken
 
 
 def test_a_failed_request_tells_those_that_wait_that_they_were_not_sent() -> None:
-    async def script(orders: Orders) -> Answer:
-        await asyncio.sleep(1 if orders.new[0].order_id == "t0" else 1.5)
+    async def script(commands: CommandBatch) -> Answer:
+        await asyncio.sleep(1 if commands.new[0].command_id == "t0" else 1.5)
         raise HttpError("no answer", sent=True)
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         sent = []
         for number in range(4):
             sent.append(asked(peers, delete(f"t{number}")))
@@ -451,13 +451,13 @@ def test_a_failed_request_tells_those_that_wait_that_they_were_not_sent() -> Non
 
 
 def test_whoever_gives_up_waiting_does_not_keep_the_others_from_their_answers() -> None:
-    async def script(orders: Orders) -> Answer:
+    async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(0.1)
-        if orders.new:
+        if commands.new:
             return answers(DONE, DONE, UNDECIDED)
-        return answers(*[DONE] * len(orders.again))
+        return answers(*[DONE] * len(commands.again))
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         first, second, third = (asked(peers, delete(name)) for name in ("t1", "t2", "t3"))
         await asyncio.sleep(0.05)
         first.cancel()
@@ -470,12 +470,12 @@ def test_whoever_gives_up_waiting_does_not_keep_the_others_from_their_answers() 
 def test_lines_of_many_peers_are_let_go_but_not_those_in_use() -> None:
     release = asyncio.Event()
 
-    async def script(orders: Orders) -> Answer:
-        if orders.to.startswith("slow"):
+    async def script(commands: CommandBatch) -> Answer:
+        if commands.to.startswith("slow"):
             await release.wait()
-        return await done(orders)
+        return await done(commands)
 
-    async def story(peers: HttpPeers, wire: Wire) -> None:
+    async def story(peers: PeerClient, wire: Wire) -> None:
         slow = [asked(peers, delete("t"), Peer(f"slow{number}", "b:1", "the secret")) for number in range(3)]
         await asyncio.sleep(0.1)
         for number in range(300):
@@ -495,12 +495,12 @@ def test_lines_of_many_peers_are_let_go_but_not_those_in_use() -> None:
 def test_a_status_that_is_not_answered_is_unserved_with_the_reason(failure: Any) -> None:
     async def story(_: VirtualClock) -> None:
         wire = Wire(failure)
-        peers = HttpPeers(lambda: "a", wire)
+        peers = PeerClient(lambda: "a", wire)
 
         async def send(target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int) -> Answer | None:
             assert (target.path, timeout_ms) == ("/peer/v1/status", 1_000)
             assert begin() is not None
-            return await failure(Orders("", "", 0, []))  # type: ignore[no-any-return]
+            return await failure(CommandBatch("", "", 0, []))  # type: ignore[no-any-return]
 
         wire.send = send  # type: ignore[method-assign]
         with pytest.raises(Unserved, match=r"refused|another|replayed|allowed|closed|broke"):

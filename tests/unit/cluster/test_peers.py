@@ -12,15 +12,15 @@ from msgspec.structs import replace
 from raw_server import Server, serving
 
 from duetime.api.dispatch import Api
-from duetime.cluster.forwarding import CreateOrder, DeleteOrder, Forward, OrderAnswer, Peer
-from duetime.cluster.peer_client import HttpPeers
+from duetime.cluster.forwarding import CommandAnswer, CreateCommand, DeleteCommand, Forward, Peer
+from duetime.cluster.peer_client import PeerClient
 from duetime.cluster.peer_protocol import (
-    ORDERS_PATH,
+    COMMANDS_PATH,
     SIGNATURE,
-    Answers,
-    Orders,
+    CommandBatch,
     Reply,
-    decode_answers,
+    ReplyBatch,
+    decode_replies,
     encode,
     read_reply,
     reply_of,
@@ -50,7 +50,7 @@ STATUS = InstanceStatus(
 )
 
 
-class Owner:
+class Commands:
     """The service of the other instance, as far as its door needs it. Orders about "slow" wait for `released`."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Owner:
         self.got: list[str] = []
         self.requests = 0
         self.released = asyncio.Event()
-        self.answers: dict[str, asyncio.Future[OrderAnswer]] = {}
+        self.answers: dict[str, asyncio.Future[CommandAnswer]] = {}
         self.break_off = False
         self.said_instead: Response | None = None  # whatever was carried out
 
@@ -75,33 +75,33 @@ class Owner:
     def instance_status(self) -> InstanceStatus:
         return STATUS
 
-    def take(self, forward: Forward) -> asyncio.Future[OrderAnswer]:
-        answer = self.answers[forward.order_id] = asyncio.ensure_future(self._carry_out(forward))
+    def take(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
+        answer = self.answers[forward.command_id] = asyncio.ensure_future(self._carry_out(forward))
         return answer
 
-    def taken(self, order_id: str) -> asyncio.Future[OrderAnswer]:
-        return self.answers[order_id]
+    def taken(self, command_id: str) -> asyncio.Future[CommandAnswer]:
+        return self.answers[command_id]
 
-    async def _carry_out(self, forward: Forward) -> OrderAnswer:
-        order = forward.order
-        if isinstance(order, CreateOrder):
-            self.got.append(order.spec.timer_id)
-            if order.spec.timer_id == "slow":
+    async def _carry_out(self, forward: Forward) -> CommandAnswer:
+        command = forward.command
+        if isinstance(command, CreateCommand):
+            self.got.append(command.spec.timer_id)
+            if command.spec.timer_id == "slow":
                 await self.released.wait()
-            return Created(TimerView(make_timer(order.spec.timer_id), State.SCHEDULED), True)
-        assert isinstance(order, DeleteOrder)
-        if order.key.timer_id == "wrong":
+            return Created(TimerView(make_timer(command.spec.timer_id), State.SCHEDULED), True)
+        assert isinstance(command, DeleteCommand)
+        if command.key.timer_id == "wrong":
             raise InvalidField("timerId", "is wrong")
-        if order.key.timer_id == "moved":
+        if command.key.timer_id == "moved":
             raise NotOwner
-        if order.key.timer_id == "broken":
+        if command.key.timer_id == "broken":
             raise ZeroDivisionError("a bug")
         return Verdict.CANCELLED
 
 
 @pytest_asyncio.fixture
-async def owner() -> AsyncIterator[Owner]:
-    owner = Owner()
+async def owner() -> AsyncIterator[Commands]:
+    owner = Commands()
     api = Api(cast(Service, owner), load_config(environ={}), Telemetry())
     server: HttpServer
 
@@ -125,28 +125,28 @@ async def listen(handle: Handler) -> HttpServer:
 
 
 @pytest_asyncio.fixture
-async def peers() -> AsyncIterator[HttpPeers]:
-    peers = HttpPeers(lambda: "a")
+async def peers() -> AsyncIterator[PeerClient]:
+    peers = PeerClient(lambda: "a")
     yield peers
     await peers.close()
 
 
 def create(timer_id: str) -> Forward:
-    return Forward(f"order-{timer_id}", 0, 1, CreateOrder(TimerSpec(namespace="n", timer_id=timer_id, delay_ms=1)))
+    return Forward(f"order-{timer_id}", 0, 1, CreateCommand(TimerSpec(namespace="n", timer_id=timer_id, delay_ms=1)))
 
 
 def delete(timer_id: str) -> Forward:
-    return Forward(f"order-{timer_id}", 0, 1, DeleteOrder(TimerKey("n", timer_id)))
+    return Forward(f"order-{timer_id}", 0, 1, DeleteCommand(TimerKey("n", timer_id)))
 
 
-async def test_an_order_is_carried_out_and_answered(owner: Owner, peers: HttpPeers) -> None:
+async def test_an_order_is_carried_out_and_answered(owner: Commands, peers: PeerClient) -> None:
     answer = await peers.forward(owner.as_peer(), create("t1"))
     assert answer == Created(TimerView(make_timer("t1"), State.SCHEDULED), True)
     assert await peers.forward(owner.as_peer(), delete("t1")) is Verdict.CANCELLED
     assert owner.got == ["t1"]
 
 
-async def test_orders_given_together_travel_together(owner: Owner, peers: HttpPeers) -> None:
+async def test_orders_given_together_travel_together(owner: Commands, peers: PeerClient) -> None:
     names = [f"t{number}" for number in range(500)]
     answers = await asyncio.gather(*(peers.forward(owner.as_peer(), create(name)) for name in names))
     assert [cast(Created, answer).view.timer.timer_id for answer in answers] == names
@@ -154,7 +154,7 @@ async def test_orders_given_together_travel_together(owner: Owner, peers: HttpPe
     assert owner.requests == 2
 
 
-async def test_a_slow_order_does_not_hold_up_the_others_of_its_request(owner: Owner, peers: HttpPeers) -> None:
+async def test_a_slow_order_does_not_hold_up_the_others_of_its_request(owner: Commands, peers: PeerClient) -> None:
     slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
     fast = await peers.forward(owner.as_peer(), create("t1"))
     assert isinstance(fast, Created)
@@ -164,7 +164,7 @@ async def test_a_slow_order_does_not_hold_up_the_others_of_its_request(owner: Ow
     assert sorted(owner.got) == ["slow", "t1"], "asked for again, not carried out again"
 
 
-async def test_the_owners_refusal_arrives_as_it_was(owner: Owner, peers: HttpPeers) -> None:
+async def test_the_owners_refusal_arrives_as_it_was(owner: Commands, peers: PeerClient) -> None:
     with pytest.raises(InvalidField, match="is wrong") as caught:
         await peers.forward(owner.as_peer(), delete("wrong"))
     assert (caught.value.field, caught.value.code) == ("timerId", "invalid_field")
@@ -174,7 +174,7 @@ async def test_the_owners_refusal_arrives_as_it_was(owner: Owner, peers: HttpPee
         await peers.forward(owner.as_peer(), delete("broken"))
 
 
-async def test_nobody_there_means_not_applied(owner: Owner, peers: HttpPeers) -> None:
+async def test_nobody_there_means_not_applied(owner: Commands, peers: PeerClient) -> None:
     nobody = replace(owner.as_peer(), address="127.0.0.1:1")
     with pytest.raises(NotOwner, match="refused"):
         await peers.forward(nobody, create("t1"))
@@ -182,7 +182,7 @@ async def test_nobody_there_means_not_applied(owner: Owner, peers: HttpPeers) ->
         await peers.status(nobody)
 
 
-async def test_a_successor_on_the_same_address_refuses(owner: Owner, peers: HttpPeers) -> None:
+async def test_a_successor_on_the_same_address_refuses(owner: Commands, peers: PeerClient) -> None:
     before = owner.as_peer()
     owner.name = "c"
     with pytest.raises(NotOwner, match="this is instance c, not b"):
@@ -192,14 +192,14 @@ async def test_a_successor_on_the_same_address_refuses(owner: Owner, peers: Http
     assert owner.got == []
 
 
-async def test_a_wrong_secret_is_refused(owner: Owner, peers: HttpPeers) -> None:
+async def test_a_wrong_secret_is_refused(owner: Commands, peers: PeerClient) -> None:
     with pytest.raises(NotOwner, match="not signed"):
         await peers.forward(replace(owner.as_peer(), secret="another"), create("t1"))
     assert owner.got == []
 
 
 async def test_an_answer_that_got_lost_leaves_the_order_unknown_and_is_not_repeated(
-    owner: Owner, peers: HttpPeers
+    owner: Commands, peers: PeerClient
 ) -> None:
     await peers.forward(owner.as_peer(), create("t1"))  # the connection is kept, and breaks when it is used again
     owner.break_off = True
@@ -208,18 +208,18 @@ async def test_an_answer_that_got_lost_leaves_the_order_unknown_and_is_not_repea
     assert owner.got == ["t1", "t2"], "carried out once"
 
 
-async def test_a_request_that_was_overheard_cannot_be_sent_again(owner: Owner) -> None:
+async def test_a_request_that_was_overheard_cannot_be_sent_again(owner: Commands) -> None:
     http = HttpClient()
-    body = encode(Orders("b", "eve", 7, [create("t1")]))
+    body = encode(CommandBatch("b", "eve", 7, [create("t1")]))
     headers = {SIGNATURE: sign("the secret", body)}
 
     async def post(data: bytes) -> Answer:
         return await http.request(
-            "POST", f"http://127.0.0.1:{owner.port}{ORDERS_PATH}", headers, data, timeout_ms=5_000
+            "POST", f"http://127.0.0.1:{owner.port}{COMMANDS_PATH}", headers, data, timeout_ms=5_000
         )
 
     first = await post(body)
-    assert (first.status, len(decode_answers(first.body).replies)) == (200, 1)
+    assert (first.status, len(decode_replies(first.body).replies)) == (200, 1)
     assert (await post(body)).status == Conflict.status
     assert (await post(body.replace(b"t1", b"t2"))).status == 401
     assert (await post(b"rubbish")).status == 400
@@ -227,7 +227,7 @@ async def test_a_request_that_was_overheard_cannot_be_sent_again(owner: Owner) -
     await http.close()
 
 
-async def test_the_status_is_what_the_other_says(owner: Owner, peers: HttpPeers) -> None:
+async def test_the_status_is_what_the_other_says(owner: Commands, peers: PeerClient) -> None:
     assert await peers.status(owner.as_peer()) == STATUS
 
 
@@ -240,8 +240,8 @@ async def test_the_status_is_what_the_other_says(owner: Owner, peers: HttpPeers)
         TimerView(make_timer(), State.SCHEDULED),
     ],
 )
-def test_every_kind_of_answer_survives_the_way(answer: OrderAnswer) -> None:
-    [reply] = decode_answers(encode(Answers([reply_of(answer)]))).replies
+def test_every_kind_of_answer_survives_the_way(answer: CommandAnswer) -> None:
+    [reply] = decode_replies(encode(ReplyBatch([reply_of(answer)]))).replies
     assert read_reply(reply) == answer
 
 
@@ -257,7 +257,7 @@ def test_every_kind_of_answer_survives_the_way(answer: OrderAnswer) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_every_kind_of_error_survives_the_way(error: DuetimeError) -> None:
-    [reply] = decode_answers(encode(Answers([reply_of(error)]))).replies
+    [reply] = decode_replies(encode(ReplyBatch([reply_of(error)]))).replies
     with pytest.raises(type(error)) as caught:
         read_reply(reply)
     read = caught.value
@@ -269,7 +269,7 @@ def test_an_error_of_a_newer_version_is_unknown() -> None:
         read_reply(Reply(error="SomethingNew", detail="?"))
 
 
-async def test_a_refusal_by_somebody_in_between_leaves_the_order_unknown(peers: HttpPeers) -> None:
+async def test_a_refusal_by_somebody_in_between_leaves_the_order_unknown(peers: PeerClient) -> None:
     """A proxy may say 503 after the instance behind it has carried the order out."""
 
     async def proxy(_: Request) -> Response:
@@ -281,7 +281,7 @@ async def test_a_refusal_by_somebody_in_between_leaves_the_order_unknown(peers: 
     await server.close(1_000)
 
 
-async def test_what_was_not_sent_when_a_peer_falls_silent_goes_back(owner: Owner, peers: HttpPeers) -> None:
+async def test_what_was_not_sent_when_a_peer_falls_silent_goes_back(owner: Commands, peers: PeerClient) -> None:
     """Five thousand orders for an instance whose connections break: those on their way are unknown, the rest is not."""
     owner.break_off = True
     names = [f"t{number}" for number in range(2_000)]
@@ -294,7 +294,7 @@ async def test_what_was_not_sent_when_a_peer_falls_silent_goes_back(owner: Owner
     assert set(owner.got) <= set(unknown), "nothing that was carried out is said to be not applied"
 
 
-async def test_a_peer_that_was_not_spoken_to_for_long_takes_orders_as_ever(owner: Owner, peers: HttpPeers) -> None:
+async def test_a_peer_that_was_not_spoken_to_for_long_takes_orders_as_ever(owner: Commands, peers: PeerClient) -> None:
     await peers.forward(owner.as_peer(), create("t1"))
     for number in range(100):  # so many others that its line is let go
         with pytest.raises(NotOwner):
@@ -306,7 +306,7 @@ async def test_a_peer_that_was_not_spoken_to_for_long_takes_orders_as_ever(owner
 # --- joining again -------------------------------------------------------------------------------
 
 
-async def test_a_peer_that_joined_again_under_a_new_id_takes_orders_at_once(owner: Owner, peers: HttpPeers) -> None:
+async def test_a_peer_that_joined_again_under_a_new_id_takes_orders_at_once(owner: Commands, peers: PeerClient) -> None:
     """After a freeze an instance has a new id and a new secret, and its peers number their requests from 1 again."""
     for number in range(50):
         await peers.forward(owner.as_peer(), create(f"t{number}"))
@@ -316,9 +316,9 @@ async def test_a_peer_that_joined_again_under_a_new_id_takes_orders_at_once(owne
     assert owner.got[-1] == "after"
 
 
-async def test_a_sender_that_joined_again_is_heard_and_so_is_its_next_id(owner: Owner) -> None:
+async def test_a_sender_that_joined_again_is_heard_and_so_is_its_next_id(owner: Commands) -> None:
     name = "a"
-    peers = HttpPeers(lambda: name)
+    peers = PeerClient(lambda: name)
     for name in ("a", "a2", "a3"):
         assert isinstance(await peers.forward(owner.as_peer(), create(f"{name} 1")), Created)
         assert isinstance(await peers.forward(owner.as_peer(), create(f"{name} 2")), Created)
@@ -326,7 +326,7 @@ async def test_a_sender_that_joined_again_is_heard_and_so_is_its_next_id(owner: 
     assert owner.got == ["a 1", "a 2", "a2 1", "a2 2", "a3 1", "a3 2"]
 
 
-async def test_an_order_that_a_peer_took_before_it_joined_again_is_unknown(owner: Owner, peers: HttpPeers) -> None:
+async def test_an_order_that_a_peer_took_before_it_joined_again_is_unknown(owner: Commands, peers: PeerClient) -> None:
     """It is asked for under the id it was given to, and refused: it may have been carried out all the same."""
     slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
     while owner.requests < 2:
@@ -337,11 +337,11 @@ async def test_an_order_that_a_peer_took_before_it_joined_again_is_unknown(owner
     assert owner.got == ["slow"]
 
 
-async def test_an_order_is_unknown_if_a_copy_of_its_request_came_first(owner: Owner, peers: HttpPeers) -> None:
+async def test_an_order_is_unknown_if_a_copy_of_its_request_came_first(owner: Commands, peers: PeerClient) -> None:
     """Whoever listens on the network may send a copy and hold the request back: it is then refused as a replay."""
     http = HttpClient()
-    body = encode(Orders("b", "a", 1, [create("t1")]))
-    url, headers = f"http://127.0.0.1:{owner.port}{ORDERS_PATH}", {SIGNATURE: sign("the secret", body)}
+    body = encode(CommandBatch("b", "a", 1, [create("t1")]))
+    url, headers = f"http://127.0.0.1:{owner.port}{COMMANDS_PATH}", {SIGNATURE: sign("the secret", body)}
     await http.request("POST", url, headers, body, timeout_ms=5_000)
     with pytest.raises(OutcomeUnknown, match="replayed request number"):
         await peers.forward(owner.as_peer(), create("t1"))
@@ -358,13 +358,13 @@ async def test_an_order_is_unknown_if_a_copy_of_its_request_came_first(owner: Ow
         Response(500, b"Internal Server Error"),
         Response(200, b"not what instances say"),
         Response(200, b""),
-        Response(200, encode(Answers([]))),
-        Response(200, encode(Answers([Reply(error="NotOwner"), Reply(error="NotOwner")]))),
+        Response(200, encode(ReplyBatch([]))),
+        Response(200, encode(ReplyBatch([Reply(error="NotOwner"), Reply(error="NotOwner")]))),
     ],
     ids=["500", "unreadable", "empty", "too few replies", "too many replies"],
 )
 async def test_an_order_that_was_carried_out_is_unknown_whatever_is_said_of_it(
-    owner: Owner, peers: HttpPeers, said: Response
+    owner: Commands, peers: PeerClient, said: Response
 ) -> None:
     owner.said_instead = said
     with pytest.raises(OutcomeUnknown):
@@ -373,13 +373,13 @@ async def test_an_order_that_was_carried_out_is_unknown_whatever_is_said_of_it(
 
 
 async def test_an_order_whose_kept_connection_breaks_is_unknown_though_nobody_listens_any_more(
-    peers: HttpPeers,
+    peers: PeerClient,
 ) -> None:
     """The first connection broke after the order was sent on it; that the second is refused proves nothing."""
 
     async def one_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
         await server.read_request(reader)
-        writer.write(ok(encode(Answers([reply_of(Verdict.CANCELLED)]))))
+        writer.write(ok(encode(ReplyBatch([reply_of(Verdict.CANCELLED)]))))
         await server.read_request(reader)
         listening.close()
 
@@ -393,10 +393,10 @@ async def test_an_order_whose_kept_connection_breaks_is_unknown_though_nobody_li
     assert (len(server.requests), server.connections) == (2, 1)
 
 
-async def test_an_order_whose_kept_connection_breaks_is_not_sent_on_another(peers: HttpPeers) -> None:
+async def test_an_order_whose_kept_connection_breaks_is_not_sent_on_another(peers: PeerClient) -> None:
     async def one_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
         await server.read_request(reader)
-        writer.write(ok(encode(Answers([reply_of(Verdict.CANCELLED)]))))
+        writer.write(ok(encode(ReplyBatch([reply_of(Verdict.CANCELLED)]))))
         await server.read_request(reader)
 
     async with serving(one_answer) as server:
@@ -411,7 +411,7 @@ def ok(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
-async def test_closing_breaks_off_what_is_under_way_and_sends_nothing_more(owner: Owner, peers: HttpPeers) -> None:
+async def test_closing_breaks_off_what_is_under_way_and_sends_nothing_more(owner: Commands, peers: PeerClient) -> None:
     slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
     while not owner.requests:
         await asyncio.sleep(0.001)
@@ -423,7 +423,7 @@ async def test_closing_breaks_off_what_is_under_way_and_sends_nothing_more(owner
     assert owner.got == ["slow"]
 
 
-async def test_an_address_that_is_none_means_not_sent(peers: HttpPeers) -> None:
+async def test_an_address_that_is_none_means_not_sent(peers: PeerClient) -> None:
     wrong = Peer("b", "not an address", "the secret")
     with pytest.raises(NotOwner, match="the address 'not an address'"):
         await peers.forward(wrong, create("t1"))
@@ -435,7 +435,7 @@ async def test_an_address_that_is_none_means_not_sent(peers: HttpPeers) -> None:
 
 
 async def test_a_refused_request_is_logged_on_both_sides_with_both_ids_and_not_again_and_again(
-    owner: Owner, peers: HttpPeers, caplog: pytest.LogCaptureFixture
+    owner: Commands, peers: PeerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer = owner.as_peer()
     owner.secret = "another"
@@ -459,7 +459,7 @@ async def test_a_refused_request_is_logged_on_both_sides_with_both_ids_and_not_a
 
 
 async def test_refusals_of_many_peers_are_not_remembered_for_ever(
-    owner: Owner, peers: HttpPeers, caplog: pytest.LogCaptureFixture
+    owner: Commands, peers: PeerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(200):
         with pytest.raises(Unserved):

@@ -24,7 +24,7 @@ from duetime.deliveries.egress import LOOPBACK, Resolver
 from duetime.deliveries.webhook import Webhook, check_headers
 from duetime.delivery import Attempt, Deliverer
 from duetime.domain.instants import parse_instant
-from duetime.domain.timer import Contact, Extras, Namespace, Outcome, Settlement, Timer, settle, uuid_of
+from duetime.domain.timer import AttemptResult, Contact, Extras, Namespace, Settlement, Timer, settle, uuid_of
 from duetime.errors import SetupError
 from duetime.http.client import HttpClient
 from duetime.signing import new_secret, verify
@@ -141,8 +141,8 @@ def attempt(
 
 
 async def test_the_body_is_exactly_that_of_the_design(webhook: Webhook, receiver: Receiver) -> None:
-    outcome = await webhook.deliver(attempt(timer(receiver.url, correlation_id='c"1', attempts=2)))
-    assert outcome == Outcome(Contact.ANSWERED, 200, b'{"ok":true}')
+    result = await webhook.deliver(attempt(timer(receiver.url, correlation_id='c"1', attempts=2)))
+    assert result == AttemptResult(Contact.ANSWERED, 200, b'{"ok":true}')
     assert receiver.requests[0][1] == (
         b'{"namespace":"orders","timerId":"order-17","executeAt":"2027-01-01T09:00:00.000Z",'
         b'"firedAt":"2027-01-01T09:00:00.012Z","attempt":3,"payload":{"order": 17,  "n":1.50},"correlationId":"c\\"1"}'
@@ -244,8 +244,8 @@ async def test_a_callback_sent_once_and_not_allowed_a_second_time_was_an_attempt
 
     receiver.answer = close
     times = iter([FIRED_AT_MS, None])
-    outcome = await webhook.deliver(attempt(timer(receiver.url), begin=lambda: next(times)))
-    assert (outcome.contact, outcome.error) == (Contact.BROKEN, "connection closed before the answer")
+    result = await webhook.deliver(attempt(timer(receiver.url), begin=lambda: next(times)))
+    assert (result.contact, result.error) == (Contact.BROKEN, "connection closed before the answer")
     assert len(receiver.requests) == 2
 
 
@@ -265,52 +265,57 @@ async def test_the_keep_alive_race_is_repaired(webhook: Webhook, receiver: Recei
 
 
 @pytest.mark.parametrize(
-    ("raw", "outcome"),
+    ("raw", "result"),
     [
-        (b"HTTP/1.1 204 No Content\r\n\r\n", Outcome(Contact.ANSWERED, 204)),
-        (b"HTTP/1.1 500 Oops\r\ncontent-length: 2\r\n\r\nno", Outcome(Contact.ANSWERED, 500, b"no")),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", AttemptResult(Contact.ANSWERED, 204)),
+        (b"HTTP/1.1 500 Oops\r\ncontent-length: 2\r\n\r\nno", AttemptResult(Contact.ANSWERED, 500, b"no")),
         (
             b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1/\r\ncontent-length: 0\r\n\r\n",
-            Outcome(Contact.ANSWERED, 302),
+            AttemptResult(Contact.ANSWERED, 302),
         ),
         (
             b"HTTP/1.1 429 Slow\r\nRetry-After: 7\r\ncontent-length: 0\r\n\r\n",
-            Outcome(Contact.ANSWERED, 429, b"", 7_000),
+            AttemptResult(Contact.ANSWERED, 429, b"", 7_000),
         ),
         (
             b"HTTP/1.1 503 X\r\nretry-after: Fri, 01 Jan 2027 09:01:00 GMT\r\ncontent-length: 0\r\n\r\n",
-            Outcome(Contact.ANSWERED, 503, b"", 59_988),
+            AttemptResult(Contact.ANSWERED, 503, b"", 59_988),
         ),
         (
             b"HTTP/1.1 503 X\r\nretry-after: Fri, 01 Jan 2027 09:01:00 -0000\r\ncontent-length: 0\r\n\r\n",
-            Outcome(Contact.ANSWERED, 503, b"", 59_988),
+            AttemptResult(Contact.ANSWERED, 503, b"", 59_988),
         ),
         (
             b"HTTP/1.1 503 X\r\nretry-after: Fri, 01 Jan 1999 00:00:00 GMT\r\ncontent-length: 0\r\n\r\n",
-            Outcome(Contact.ANSWERED, 503, b"", 0),
+            AttemptResult(Contact.ANSWERED, 503, b"", 0),
         ),
-        (b"HTTP/1.1 503 X\r\nretry-after: soon\r\ncontent-length: 0\r\n\r\n", Outcome(Contact.ANSWERED, 503)),
+        (b"HTTP/1.1 503 X\r\nretry-after: soon\r\ncontent-length: 0\r\n\r\n", AttemptResult(Contact.ANSWERED, 503)),
         (
             b"HTTP/1.1 503 X\r\nretry-after: Fri, 01 Jan 2027 11:01:00 +0200\r\ncontent-length: 0\r\n\r\n",
-            Outcome(Contact.ANSWERED, 503, b"", 59_988),
+            AttemptResult(Contact.ANSWERED, 503, b"", 59_988),
         ),
         (
             b"HTTP/1.1 503 X\r\nretry-after: Fri, 01 Jan 99999999999 09:01:00 GMT\r\ncontent-length: 0\r\n\r\n",
-            Outcome(Contact.ANSWERED, 503),
+            AttemptResult(Contact.ANSWERED, 503),
         ),
-        (b"HTTP/1.1 503 X\r\nx-sequences: 7\r\ncontent-length: 0\r\n\r\n", Outcome(Contact.ANSWERED, 503)),
+        (b"HTTP/1.1 503 X\r\nx-sequences: 7\r\ncontent-length: 0\r\n\r\n", AttemptResult(Contact.ANSWERED, 503)),
         (
             b"HTTP/1.1 503 X\r\nretry-after:  7 \t\r\ncontent-length: 0\r\n\r\n",
-            Outcome(Contact.ANSWERED, 503, b"", 7_000),
+            AttemptResult(Contact.ANSWERED, 503, b"", 7_000),
         ),
-        (b"HTTP/1.1 503 X\r\nretry-after: -5\r\ncontent-length: 0\r\n\r\n", Outcome(Contact.ANSWERED, 503)),
-        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100_000, Outcome(Contact.ANSWERED, 200, b"x" * 65_536, truncated=True)),
-        (b"rubbish\r\n", Outcome(Contact.BROKEN, error="malformed answer: Expected HTTP/, RTSP/ or ICE/")),
+        (b"HTTP/1.1 503 X\r\nretry-after: -5\r\ncontent-length: 0\r\n\r\n", AttemptResult(Contact.ANSWERED, 503)),
+        (
+            b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100_000,
+            AttemptResult(Contact.ANSWERED, 200, b"x" * 65_536, truncated=True),
+        ),
+        (b"rubbish\r\n", AttemptResult(Contact.BROKEN, error="malformed answer: Expected HTTP/, RTSP/ or ICE/")),
     ],
 )
-async def test_an_answer_becomes_an_outcome(webhook: Webhook, receiver: Receiver, raw: bytes, outcome: Outcome) -> None:
+async def test_an_answer_becomes_an_outcome(
+    webhook: Webhook, receiver: Receiver, raw: bytes, result: AttemptResult
+) -> None:
     receiver.answer = raw
-    assert await webhook.deliver(attempt(timer(receiver.url))) == outcome
+    assert await webhook.deliver(attempt(timer(receiver.url))) == result
 
 
 async def test_a_time_of_an_unknown_zone_is_utc_wherever_this_machine_is(
@@ -347,9 +352,9 @@ async def test_receivers_are_checked_against_the_authorities_of_the_configuratio
         async with webhooks(ca_file=str(certificate)) as webhook:
             assert (await webhook.deliver(attempt(timer(url)))).status == 200
         async with webhooks() as webhook:
-            outcome = await webhook.deliver(attempt(timer(url)))
-            assert outcome.contact is Contact.BROKEN
-            assert "not accepted" in str(outcome.error)
+            result = await webhook.deliver(attempt(timer(url)))
+            assert result.contact is Contact.BROKEN
+            assert "not accepted" in str(result.error)
 
 
 def padded(size: int, ok: str = "false") -> bytes:
@@ -395,8 +400,8 @@ async def test_case_13_an_object_larger_than_the_limit_is_never_a_success(
 
 async def settled(webhook: Webhook, url: str) -> Settlement:
     called = timer(url)
-    outcome = await webhook.deliver(attempt(called))
-    return settle(called, outcome, NAMESPACE, started_at_ms=FIRED_AT_MS, now_ms=FIRED_AT_MS, jitter=0.5)
+    result = await webhook.deliver(attempt(called))
+    return settle(called, result, NAMESPACE, started_at_ms=FIRED_AT_MS, now_ms=FIRED_AT_MS, jitter=0.5)
 
 
 @pytest.mark.parametrize(("of_timer", "of_namespace"), [(1, 60), (None, 1)])
@@ -409,22 +414,22 @@ async def test_case_12_a_receiver_that_hangs_is_given_up_at_the_timers_or_the_na
 
     receiver.answer = hang
     namespace = msgspec.structs.replace(NAMESPACE, callback_timeout_seconds=of_namespace)
-    outcome = await webhook.deliver(attempt(timer(receiver.url, callback_timeout_seconds=of_timer), namespace))
-    assert outcome == Outcome(Contact.BROKEN, error="no answer within 1 s")
+    result = await webhook.deliver(attempt(timer(receiver.url, callback_timeout_seconds=of_timer), namespace))
+    assert result == AttemptResult(Contact.BROKEN, error="no answer within 1 s")
 
 
 async def test_a_dead_destination_is_a_broken_attempt_with_a_reason(webhook: Webhook) -> None:
     listening = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     listening.close()
-    outcome = await webhook.deliver(attempt(timer(f"http://127.0.0.1:{port}/")))
-    assert outcome == Outcome(Contact.BROKEN, error=f"connection refused by 127.0.0.1:{port}")
+    result = await webhook.deliver(attempt(timer(f"http://127.0.0.1:{port}/")))
+    assert result == AttemptResult(Contact.BROKEN, error=f"connection refused by 127.0.0.1:{port}")
 
 
 async def test_a_name_that_does_not_exist_is_a_broken_attempt(webhook: Webhook) -> None:
-    outcome = await webhook.deliver(attempt(timer("http://nowhere.invalid/")))
-    assert outcome.contact is Contact.BROKEN
-    assert (outcome.error or "").startswith("cannot resolve nowhere.invalid: ")
+    result = await webhook.deliver(attempt(timer("http://nowhere.invalid/")))
+    assert result.contact is Contact.BROKEN
+    assert (result.error or "").startswith("cannot resolve nowhere.invalid: ")
 
 
 async def test_a_target_that_the_policy_forbids_is_refused_whatever_was_stored(receiver: Receiver) -> None:
@@ -432,8 +437,8 @@ async def test_a_target_that_the_policy_forbids_is_refused_whatever_was_stored(r
         return ["127.0.0.1"]
 
     async with webhooks(loopback=False, resolver=Resolver(lookup=lookup)) as webhook:
-        outcome = await webhook.deliver(attempt(timer(receiver.url)))
-        assert (outcome.contact, outcome.error) == (
+        result = await webhook.deliver(attempt(timer(receiver.url)))
+        assert (result.contact, result.error) == (
             Contact.REFUSED,
             "callbackUrl must not point at 127.0.0.1, a loopback address (delivery.allow_networks)",
         )
@@ -452,8 +457,8 @@ async def test_a_bug_is_a_broken_attempt_and_logged_once(
         raise ZeroDivisionError
 
     for _ in range(3):
-        outcome = await webhook.deliver(attempt(timer(receiver.url), begin=begin))
-        assert outcome == Outcome(Contact.BROKEN, error="internal error: ZeroDivisionError")
+        result = await webhook.deliver(attempt(timer(receiver.url), begin=begin))
+        assert result == AttemptResult(Contact.BROKEN, error="internal error: ZeroDivisionError")
     assert len(caplog.records) == 1
     assert (await webhook.deliver(attempt(timer(receiver.url)))).status == 200
 
@@ -652,8 +657,8 @@ async def test_the_client_of_a_webhook_is_closed_with_it(receiver: Receiver) -> 
     webhook = Webhook(config(), FixedClock(), loopback_allowed=True)
     await webhook.deliver(attempt(timer(receiver.url)))
     await webhook.close()
-    outcome = await webhook.deliver(attempt(timer(receiver.url)))
-    assert outcome == Outcome(Contact.BROKEN, error="the client is closed")
+    result = await webhook.deliver(attempt(timer(receiver.url)))
+    assert result == AttemptResult(Contact.BROKEN, error="the client is closed")
 
 
 async def test_a_resolver_can_be_shared_with_a_client_of_ones_own(receiver: Receiver) -> None:

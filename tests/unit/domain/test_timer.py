@@ -21,8 +21,8 @@ from duetime.domain.timer import (
     RETRY_AFTER_MAX_MS,
     ROW_FORMAT,
     SHARDS_MAX,
+    AttemptResult,
     Contact,
-    Ending,
     Extras,
     Missed,
     Namespace,
@@ -72,13 +72,17 @@ TIMER = Timer(
 
 def answered(
     status: int, body: str | bytes = b"", retry_after_ms: int | None = None, *, truncated: bool = False
-) -> Outcome:
+) -> AttemptResult:
     raw = body.encode() if isinstance(body, str) else body
-    return Outcome(Contact.ANSWERED, status, raw, retry_after_ms=retry_after_ms, truncated=truncated)
+    return AttemptResult(Contact.ANSWERED, status, raw, retry_after_ms=retry_after_ms, truncated=truncated)
 
 
 def settled(
-    outcome: Outcome, timer: Timer = TIMER, namespace: Namespace = NAMESPACE, jitter: float = 0.5, now_ms: int = NOW_MS
+    outcome: AttemptResult,
+    timer: Timer = TIMER,
+    namespace: Namespace = NAMESPACE,
+    jitter: float = 0.5,
+    now_ms: int = NOW_MS,
 ) -> Settlement:
     return settle(timer, outcome, namespace, started_at_ms=STARTED_MS, now_ms=now_ms, jitter=jitter)
 
@@ -157,7 +161,7 @@ RETRIES = [
     ("408 is retried", answered(408)),
     ("425 is retried", answered(425)),
     ("429 is retried", answered(429)),
-    ("a network error or timeout is retried", Outcome(Contact.BROKEN, error="timed out")),
+    ("a network error or timeout is retried", AttemptResult(Contact.BROKEN, error="timed out")),
     ("an ok that is neither true nor false is retried", answered(200, '{"ok":"yes"}')),
     ("an ok of null is retried", answered(200, '{"ok":null}')),
     ("a next time that is not a string is retried", answered(200, '{"ok":true,"nextExecuteAt":5}')),
@@ -185,27 +189,27 @@ DELIVERED = [
 FAILED = [
     *[(f"{status} fails at once", answered(status)) for status in (300, 301, 302, 304, 307, 308)],
     *[(f"{status} fails at once", answered(status)) for status in (400, 401, 403, 404, 409, 410, 422, 451)],
-    ("a target that may not be called fails at once", Outcome(Contact.REFUSED, error="private address")),
+    ("a target that may not be called fails at once", AttemptResult(Contact.REFUSED, error="private address")),
 ]
 
 
-def rows(table: list[tuple[str, Outcome]]) -> pytest.MarkDecorator:
+def rows(table: list[tuple[str, AttemptResult]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("outcome", [row[1] for row in table], ids=[row[0] for row in table])
 
 
 class TestSettleTable:
     @rows(DELIVERED)
-    def test_delivered(self, outcome: Outcome) -> None:
+    def test_delivered(self, outcome: AttemptResult) -> None:
         settlement = settled(outcome)
         assert settlement.reached is not None
-        assert settlement.reached.ending is Ending.DELIVERED
+        assert settlement.reached.outcome is Outcome.DELIVERED
         assert settlement.reached.timer.attempts == 1
         assert settlement.reached.timer.extras.last_error is None
         assert settlement.rearmed is None
         assert settlement.succeeded
 
     @rows(RETRIES)
-    def test_retried(self, outcome: Outcome) -> None:
+    def test_retried(self, outcome: AttemptResult) -> None:
         settlement = settled(outcome, jitter=0.5)
         assert settlement.reached is None
         assert settlement.rearmed is not None
@@ -216,10 +220,10 @@ class TestSettleTable:
         assert not settlement.succeeded
 
     @rows(FAILED)
-    def test_failed(self, outcome: Outcome) -> None:
+    def test_failed(self, outcome: AttemptResult) -> None:
         settlement = settled(outcome)
         assert settlement.reached is not None
-        assert settlement.reached.ending is Ending.FAILED
+        assert settlement.reached.outcome is Outcome.FAILED
         assert settlement.reached.timer.attempts == 1
         assert settlement.reached.timer.extras.last_error
         assert settlement.rearmed is None
@@ -230,7 +234,7 @@ class TestSettleTable:
         settlement = settled(answered(200, f'{{{ok}"nextExecuteAt":"{LATER}"}}'), replace(TIMER, attempts=3))
         assert settlement.succeeded
         assert settlement.reached is not None
-        assert settlement.reached.ending is Ending.DELIVERED
+        assert settlement.reached.outcome is Outcome.DELIVERED
         assert settlement.reached.timer.attempts == 4
         again = settlement.rearmed
         assert again is not None
@@ -258,7 +262,7 @@ class TestSettleTable:
         assert rearmed.execute_at_ms == NOW_MS
 
     def test_what_was_not_sent_is_no_attempt(self) -> None:
-        settlement = settled(Outcome(Contact.NOT_SENT))
+        settlement = settled(AttemptResult(Contact.NOT_SENT))
         assert settlement.reached is None
         assert settlement.rearmed == replace(TIMER, execute_at_ms=NOW_MS)
 
@@ -284,12 +288,12 @@ class TestSettleTable:
         assert retried.extras.last_error == "the answer is larger than 65536 bytes and cannot be judged"
         ended = settled(outcome, replace(TIMER, retry_policy=RetryPolicy(max_retries=0))).reached
         assert ended is not None
-        assert ended.ending is Ending.FAILED
+        assert ended.outcome is Outcome.FAILED
 
-    @pytest.mark.parametrize(("status", "ending"), [(404, Ending.FAILED), (500, None)])
-    def test_a_cut_answer_of_another_status_is_judged_by_the_status(self, status: int, ending: Ending | None) -> None:
+    @pytest.mark.parametrize(("status", "outcome"), [(404, Outcome.FAILED), (500, None)])
+    def test_a_cut_answer_of_another_status_is_judged_by_the_status(self, status: int, outcome: Outcome | None) -> None:
         reached = settled(answered(status, '{"ok":true,"fil', truncated=True)).reached
-        assert (reached and reached.ending) is ending
+        assert (reached and reached.outcome) is outcome
 
     def test_a_namespace_that_demands_ok_takes_it(self) -> None:
         assert settled(answered(200, '{"ok":true}'), namespace=STRICT).succeeded
@@ -316,7 +320,7 @@ class TestSettleTable:
         assert failed.purge_at_ms == NOW_MS + 30 * DAY_MS
 
     def test_a_long_error_is_cut(self) -> None:
-        rearmed = settled(Outcome(Contact.BROKEN, error="x" * 10_000)).rearmed
+        rearmed = settled(AttemptResult(Contact.BROKEN, error="x" * 10_000)).rearmed
         assert rearmed is not None
         assert rearmed.extras.last_error == "x" * ERROR_CHARS_MAX
 
@@ -363,7 +367,7 @@ class TestRetryPolicy:
             timer, attempts = settlement.rearmed, attempts + 1
         assert attempts == max_retries + 1
         assert settlement.reached is not None
-        assert settlement.reached.ending is Ending.FAILED
+        assert settlement.reached.outcome is Outcome.FAILED
         assert settlement.reached.timer.attempts == max_retries + 1
         assert settlement.reached.timer.extras.last_error == "HTTP 500"
 
@@ -380,7 +384,7 @@ class TestRetryPolicy:
     def test_a_retry_after_beyond_max_duration_ends_it(self) -> None:
         policy = RetryPolicy(max_duration_ms=10_000)
         timer = replace(attempted(TIMER, NOW_MS - 9_500), retry_policy=policy)
-        overloaded = Outcome(Contact.ANSWERED, 503, retry_after_ms=600)
+        overloaded = AttemptResult(Contact.ANSWERED, 503, retry_after_ms=600)
         assert settled(overloaded, timer, jitter=0.0).reached is not None
 
     def test_a_retry_after_that_ends_just_at_max_duration_is_waited_for(self) -> None:
@@ -401,7 +405,7 @@ class TestRetryPolicy:
         assert settled(answered(500), replace(TIMER, retry_policy=RetryPolicy()), strict).rearmed is not None
 
     @pytest.mark.parametrize("outcome", [answered(503), answered(429), answered(200, '{"ok":false}')])
-    def test_retry_after_is_a_lower_bound(self, outcome: Outcome) -> None:
+    def test_retry_after_is_a_lower_bound(self, outcome: AttemptResult) -> None:
         asked = replace(outcome, retry_after_ms=30_000)
         assert rearmed_after(asked, jitter=0.0) == 30_000
         patient = replace(TIMER, retry_policy=RetryPolicy(initial_interval_ms=60_000, max_interval_ms=60_000))
@@ -415,7 +419,7 @@ class TestRetryPolicy:
         assert rearmed_after(answered(503, retry_after_ms=-5)) == 500
 
 
-def rearmed_after(outcome: Outcome, timer: Timer = TIMER, jitter: float = 0.5) -> int:
+def rearmed_after(outcome: AttemptResult, timer: Timer = TIMER, jitter: float = 0.5) -> int:
     rearmed = settled(outcome, timer, jitter=jitter).rearmed
     assert rearmed is not None
     return rearmed.execute_at_ms - NOW_MS
@@ -423,7 +427,7 @@ def rearmed_after(outcome: Outcome, timer: Timer = TIMER, jitter: float = 0.5) -
 
 class TestMissed:
     @staticmethod
-    def late(policy: Missed | None, late_by_ms: int, attempts: int = 0) -> Ending | None:
+    def late(policy: Missed | None, late_by_ms: int, attempts: int = 0) -> Outcome | None:
         timer = replace(TIMER, attempts=attempts, extras=Extras(missed=policy))
         settlement = missed(timer, NAMESPACE, DUE_MS + late_by_ms)
         if settlement is None:
@@ -432,7 +436,7 @@ class TestMissed:
         assert settlement.rearmed is None
         assert settlement.reached.timer.attempts == attempts
         assert settlement.reached.timer.extras.last_error == f"late by {late_by_ms} ms"
-        return settlement.reached.ending
+        return settlement.reached.outcome
 
     def test_without_a_policy_it_fires_however_late(self) -> None:
         assert self.late(None, 400 * DAY_MS) is None
@@ -440,15 +444,15 @@ class TestMissed:
 
     def test_skip_if_late_by(self) -> None:
         assert self.late(Missed(skip_if_late_by_ms=1_000), 1_000) is None
-        assert self.late(Missed(skip_if_late_by_ms=1_000), 1_001) is Ending.SKIPPED
+        assert self.late(Missed(skip_if_late_by_ms=1_000), 1_001) is Outcome.SKIPPED
 
     def test_fail_if_late_by(self) -> None:
         assert self.late(Missed(fail_if_late_by_ms=1_000), 1_000) is None
-        assert self.late(Missed(fail_if_late_by_ms=1_000), 1_001) is Ending.FAILED
+        assert self.late(Missed(fail_if_late_by_ms=1_000), 1_001) is Outcome.FAILED
 
     def test_a_limit_of_zero_allows_no_lateness_at_all(self) -> None:
         assert self.late(Missed(skip_if_late_by_ms=0), 0) is None
-        assert self.late(Missed(skip_if_late_by_ms=0), 1) is Ending.SKIPPED
+        assert self.late(Missed(skip_if_late_by_ms=0), 1) is Outcome.SKIPPED
 
     def test_it_is_about_the_first_attempt_only(self) -> None:
         assert self.late(Missed(skip_if_late_by_ms=0), DAY_MS, attempts=1) is None
@@ -499,22 +503,22 @@ class TestSecrets:
 class TestErrors:
     """What a timer says of its last attempt."""
 
-    def error_of(self, outcome: Outcome, namespace: Namespace = NAMESPACE) -> tuple[bool, str | None]:
+    def error_of(self, outcome: AttemptResult, namespace: Namespace = NAMESPACE) -> tuple[bool, str | None]:
         """(whether it ended, its error)"""
         settlement = settled(outcome, namespace=namespace)
         if settlement.reached is not None:
-            assert settlement.reached.ending is Ending.FAILED
+            assert settlement.reached.outcome is Outcome.FAILED
             return True, settlement.reached.timer.extras.last_error
         assert settlement.rearmed is not None
         return False, settlement.rearmed.extras.last_error
 
     def test_a_refused_target_ends_it_with_the_reason(self) -> None:
-        assert self.error_of(Outcome(Contact.REFUSED, error="a private address")) == (True, "a private address")
-        assert self.error_of(Outcome(Contact.REFUSED)) == (True, "refused")
+        assert self.error_of(AttemptResult(Contact.REFUSED, error="a private address")) == (True, "a private address")
+        assert self.error_of(AttemptResult(Contact.REFUSED)) == (True, "refused")
 
     def test_a_broken_connection_is_retried_with_the_reason(self) -> None:
-        assert self.error_of(Outcome(Contact.BROKEN, error="reset")) == (False, "reset")
-        assert self.error_of(Outcome(Contact.BROKEN)) == (False, "connection failed")
+        assert self.error_of(AttemptResult(Contact.BROKEN, error="reset")) == (False, "reset")
+        assert self.error_of(AttemptResult(Contact.BROKEN)) == (False, "connection failed")
 
     @pytest.mark.parametrize(("status", "ends"), [(150, True), (199, True), (300, True), (404, True), (503, False)])
     def test_a_status_that_is_no_success_is_named(self, status: int, ends: bool) -> None:
@@ -538,7 +542,7 @@ class TestNumbers:
         assert (NAMESPACE.revision, NAMESPACE.callback_timeout_seconds) == (0, 10)
         assert not TimerSpec(namespace="n", timer_id="t").if_absent
         assert TimerFilter(namespace="n").limit == 100
-        assert Outcome(Contact.BROKEN).status == 0
+        assert AttemptResult(Contact.BROKEN).status == 0
         assert Extras(occurrence=7).asked_for().occurrence == 0
 
 
@@ -555,7 +559,7 @@ answer_bodies = st.one_of(
     ),
 )
 outcomes = st.builds(
-    Outcome,
+    AttemptResult,
     st.sampled_from(Contact),
     st.integers(0, 999),
     answer_bodies,
@@ -588,12 +592,12 @@ jitters = st.floats(0, 1, exclude_max=True)
 class TestProperties:
     @given(timers, outcomes, jitters, st.booleans())
     def test_an_attempt_always_ends_or_goes_on_and_never_behind_the_present(
-        self, timer: Timer, outcome: Outcome, jitter: float, require_ok: bool
+        self, timer: Timer, outcome: AttemptResult, jitter: float, require_ok: bool
     ) -> None:
         settlement = settled(outcome, timer, STRICT if require_ok else NAMESPACE, jitter)
         reached, rearmed = settlement.reached, settlement.rearmed
         assert reached is not None or rearmed is not None
-        assert settlement.succeeded == (reached is not None and reached.ending is Ending.DELIVERED)
+        assert settlement.succeeded == (reached is not None and reached.outcome is Outcome.DELIVERED)
         if reached is not None:
             assert reached.timer.attempts == timer.attempts + 1
             assert rearmed is None or settlement.succeeded
@@ -638,10 +642,10 @@ class TestLaterVersions:
     def test_case_53_a_retry_and_a_new_occurrence_keep_it(self) -> None:
         timer, namespace = self.later_timer(), Namespace(name="n", num_shards=1, created_at_ms=0)
         for outcome in (
-            Outcome(Contact.ANSWERED, 500),
-            Outcome(Contact.BROKEN, error="?"),
-            Outcome(Contact.ANSWERED, 200, b'{"ok": true, "nextExecuteAt": "2030-01-01T00:00:00Z"}'),
-            Outcome(Contact.ANSWERED, 200, b'{"ok": false, "nextExecuteAt": "2030-01-01T00:00:00Z"}'),
+            AttemptResult(Contact.ANSWERED, 500),
+            AttemptResult(Contact.BROKEN, error="?"),
+            AttemptResult(Contact.ANSWERED, 200, b'{"ok": true, "nextExecuteAt": "2030-01-01T00:00:00Z"}'),
+            AttemptResult(Contact.ANSWERED, 200, b'{"ok": false, "nextExecuteAt": "2030-01-01T00:00:00Z"}'),
         ):
             settlement = settle(timer, outcome, namespace, started_at_ms=1, now_ms=2, jitter=0.5)
             assert settlement.rearmed is not None

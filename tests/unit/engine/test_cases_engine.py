@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from duetime.clock import SystemClock
 from duetime.delivery import Attempt
 from duetime.domain.timer import (
+    AttemptResult,
     Contact,
-    Outcome,
     RetryPolicy,
     State,
     TimerFilter,
@@ -26,14 +26,14 @@ from duetime.domain.timer import (
 )
 from duetime.engine.shard import end_of
 from duetime.errors import ShardLost
-from duetime.store import Batch, Claim, Committed, Listing, ListQuery, Member, Page, Stretch
+from duetime.store import Batch, Claim, Committed, Listing, ListQuery, Member, Page, PageRequest
 from duetime.stores.memory import MemoryStore
 from duetime.testing import make_timer
 from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, VirtualLoop, run_virtual
 
 A = TimerKey("default", "a")
-FAILS = Outcome(Contact.ANSWERED, 500)
+FAILS = AttemptResult(Contact.ANSWERED, 500)
 
 
 def on_store(
@@ -239,7 +239,7 @@ class TestOverload:
         async def story(world: World) -> None:
             in_flight = most_in_flight = most_in_memory = 0
 
-            async def answer(attempt: Attempt) -> Outcome:
+            async def answer(attempt: Attempt) -> AttemptResult:
                 nonlocal in_flight, most_in_flight
                 in_flight += 1
                 most_in_flight = max(most_in_flight, in_flight)
@@ -279,7 +279,7 @@ class TestOverload:
         self, where: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def story(world: World) -> None:
-            async def broken(attempt: Attempt) -> Outcome:
+            async def broken(attempt: Attempt) -> AttemptResult:
                 raise ZeroDivisionError
 
             async def before_begin(attempt: Attempt) -> None:
@@ -311,7 +311,7 @@ class TestOverload:
 
     def test_case_20_timers_that_failed_together_are_not_tried_again_together(self) -> None:
         async def story(world: World) -> None:
-            async def answer(attempt: Attempt) -> Outcome:
+            async def answer(attempt: Attempt) -> AttemptResult:
                 return FAILS if attempt.timer.attempts == 0 else OK
 
             world.destinations.answers[URL] = answer
@@ -330,8 +330,10 @@ class TestOverload:
     @pytest.mark.parametrize("asked_ms", [20_000])
     def test_case_20_a_destination_that_asks_for_time_gets_it(self, asked_ms: int) -> None:
         async def story(world: World) -> None:
-            async def answer(attempt: Attempt) -> Outcome:
-                return Outcome(Contact.ANSWERED, 503, retry_after_ms=asked_ms) if attempt.timer.attempts == 0 else OK
+            async def answer(attempt: Attempt) -> AttemptResult:
+                return (
+                    AttemptResult(Contact.ANSWERED, 503, retry_after_ms=asked_ms) if attempt.timer.attempts == 0 else OK
+                )
 
             world.destinations.answers[URL] = answer
             policy = RetryPolicy(max_retries=3, initial_interval_ms=1, max_interval_ms=1)
@@ -348,7 +350,7 @@ class TestRaces:
         async def story(world: World, store: FaultyStore) -> None:
             ids: list[str] = []
 
-            async def answer(attempt: Attempt) -> Outcome:
+            async def answer(attempt: Attempt) -> AttemptResult:
                 ids.append(attempt.timer.delivery_id)
                 return OK
 
@@ -376,7 +378,7 @@ class TestRaces:
                     reached.set()
                     await go_on.wait()
 
-            async def answer(attempt: Attempt) -> Outcome:
+            async def answer(attempt: Attempt) -> AttemptResult:
                 if moment == "in flight":
                     await pause(attempt)
                 reached.set()
@@ -406,7 +408,7 @@ class TestRaces:
 
     def test_case_29_a_delete_that_meets_a_fire_tells_the_truth_at_whatever_moment_it_comes(self) -> None:
         async def story(world: World) -> None:
-            async def answer(attempt: Attempt) -> Outcome:
+            async def answer(attempt: Attempt) -> AttemptResult:
                 await asyncio.sleep(0.004)
                 return OK
 
@@ -449,9 +451,9 @@ class SlowPages(MemoryStore):
         self.delivered.set()
         self.read: asyncio.Queue[int] = asyncio.Queue()
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        pages = await super().load(stretches)
-        read = [stretch.shard_id for stretch, page in zip(stretches, pages, strict=True) if page.timers]
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page]:
+        pages = await super().load(requests)
+        read = [request.shard_id for request, page in zip(requests, pages, strict=True) if page.timers]
         if read and not self.delivered.is_set():
             for shard_id in read:
                 self.read.put_nowait(shard_id)
@@ -466,12 +468,12 @@ class GappyPages(MemoryStore):
         super().__init__(clock)
         self.empty = 0
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        pages = await super().load([replace(stretch, limit=3) for stretch in stretches])
-        return [self._gappy(stretch, page) for stretch, page in zip(stretches, pages, strict=True)]
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page]:
+        pages = await super().load([replace(request, limit=3) for request in requests])
+        return [self._gappy(request, page) for request, page in zip(requests, pages, strict=True)]
 
-    def _gappy(self, stretch: Stretch, page: Page) -> Page:
-        if page.timers and (gap := end_of(page.timers[0].execute_at_ms - 1)) > stretch.after:
+    def _gappy(self, request: PageRequest, page: Page) -> Page:
+        if page.timers and (gap := end_of(page.timers[0].execute_at_ms - 1)) > request.after:
             self.empty += 1
             return Page((), gap)
         return page
@@ -630,5 +632,5 @@ def test_case_53_what_a_later_version_added_survives_updates_retries_and_replays
     in_world(story)
 
 
-async def fails(_: Attempt) -> Outcome:
+async def fails(_: Attempt) -> AttemptResult:
     return FAILS

@@ -11,8 +11,8 @@ from engine_world import OK, URL, World, check_accounts, check_nothing_is_left, 
 
 from duetime.delivery import Attempt
 from duetime.domain.timer import (
+    AttemptResult,
     Contact,
-    Ending,
     Missed,
     Outcome,
     RetryPolicy,
@@ -32,7 +32,7 @@ from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
 
 A = TimerKey("default", "a")
-FAILS = Outcome(Contact.ANSWERED, 500)
+FAILS = AttemptResult(Contact.ANSWERED, 500)
 FAST_RETRY = RetryPolicy(max_retries=3, initial_interval_ms=100, max_interval_ms=1_000)
 
 
@@ -130,9 +130,9 @@ class TestFiring:
 class TestRetries:
     def test_a_failure_is_retried_by_the_policy_until_it_succeeds(self) -> None:
         async def story(world: World) -> None:
-            outcomes = iter([FAILS, Outcome(Contact.BROKEN, error="no route"), OK])
+            outcomes = iter([FAILS, AttemptResult(Contact.BROKEN, error="no route"), OK])
 
-            async def answer(attempt: Attempt) -> Outcome:
+            async def answer(attempt: Attempt) -> AttemptResult:
                 return next(outcomes)
 
             world.destinations.answers[URL] = answer
@@ -145,7 +145,7 @@ class TestRetries:
 
     def test_exhausted_retries_end_as_failed_with_the_last_error_and_can_be_replayed(self) -> None:
         async def story(world: World) -> None:
-            async def answer(attempt: Attempt) -> Outcome:
+            async def answer(attempt: Attempt) -> AttemptResult:
                 return FAILS
 
             world.destinations.answers[URL] = answer
@@ -165,8 +165,8 @@ class TestRetries:
         async def story(world: World) -> None:
             answers = iter([b'{"ok": true, "nextExecuteAt": "2027-01-15T09:00:00Z"}', b"{}"])
 
-            async def answer(attempt: Attempt) -> Outcome:
-                return Outcome(Contact.ANSWERED, 200, next(answers))
+            async def answer(attempt: Attempt) -> AttemptResult:
+                return AttemptResult(Contact.ANSWERED, 200, next(answers))
 
             world.destinations.answers[URL] = answer
             await world.create("a", 100)
@@ -216,7 +216,7 @@ class TestVerdicts:
         async def story(world: World) -> None:
             called, answer_now = asyncio.Event(), asyncio.Event()
 
-            async def answer(attempt: Attempt) -> Outcome:
+            async def answer(attempt: Attempt) -> AttemptResult:
                 called.set()
                 await answer_now.wait()
                 return FAILS
@@ -255,7 +255,7 @@ class TestVerdicts:
         async def story(world: World) -> None:
             called, answer_now = asyncio.Event(), asyncio.Event()
 
-            async def answer(attempt: Attempt) -> Outcome:
+            async def answer(attempt: Attempt) -> AttemptResult:
                 called.set()
                 if attempt.timer.payload == '"old"':
                     await answer_now.wait()
@@ -360,11 +360,11 @@ class TestIsolation:
         async def story(world: World) -> None:
             dead_calls = 0
 
-            async def dead(attempt: Attempt) -> Outcome:
+            async def dead(attempt: Attempt) -> AttemptResult:
                 nonlocal dead_calls
                 dead_calls += 1
                 await asyncio.sleep(5)
-                return Outcome(Contact.BROKEN, error="timeout")
+                return AttemptResult(Contact.BROKEN, error="timeout")
 
             world.destinations.answers["http://dead.test/"] = dead
             for number in range(500):
@@ -381,8 +381,8 @@ class TestIsolation:
 
     def test_memory_stays_bounded_behind_a_dead_destination_and_the_others_still_fire(self) -> None:
         async def story(world: World) -> None:
-            async def dead(attempt: Attempt) -> Outcome:
-                return Outcome(Contact.BROKEN, error="refused")
+            async def dead(attempt: Attempt) -> AttemptResult:
+                return AttemptResult(Contact.BROKEN, error="refused")
 
             world.destinations.answers["http://dead.test/"] = dead
             await asyncio.gather(
@@ -418,9 +418,9 @@ class TestIsolation:
 
     def test_the_age_of_the_oldest_due_timer_counts_those_that_are_held(self) -> None:
         async def story(world: World) -> None:
-            async def dead(attempt: Attempt) -> Outcome:
+            async def dead(attempt: Attempt) -> AttemptResult:
                 await asyncio.sleep(3_600)
-                return Outcome(Contact.BROKEN, error="timeout")
+                return AttemptResult(Contact.BROKEN, error="timeout")
 
             world.destinations.answers[URL] = dead
             for number in range(100):
@@ -609,7 +609,7 @@ class TestShutdown:
         async def story(world: World) -> None:
             called = asyncio.Event()
 
-            async def answer(attempt: Attempt) -> Outcome:
+            async def answer(attempt: Attempt) -> AttemptResult:
                 called.set()
                 await asyncio.sleep(3)
                 return OK
@@ -703,7 +703,7 @@ def test_what_is_over_goes_when_its_time_has_come_and_never_much_at_once() -> No
         await asyncio.sleep(80)
         assert sum(store.removed) == 700 * len(shards)
         assert max(store.removed) <= 1_000
-        everything = ListQuery(namespace="test", num_shards=130, endings=frozenset(Ending))
+        everything = ListQuery(namespace="test", num_shards=130, outcomes=frozenset(Outcome))
         assert (await store.list_timers(everything)).reached == [late] * len(shards)
 
     in_world(story, new_store=Purging, namespaces__default_num_shards=130)

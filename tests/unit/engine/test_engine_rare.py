@@ -10,7 +10,17 @@ import pytest
 from engine_world import OK, URL, World, check_accounts, check_nothing_is_left
 
 from duetime.delivery import Attempt
-from duetime.domain.timer import Contact, Missed, Outcome, RetryPolicy, State, TimerKey, TimerPatch, TimerSpec, Verdict
+from duetime.domain.timer import (
+    AttemptResult,
+    Contact,
+    Missed,
+    RetryPolicy,
+    State,
+    TimerKey,
+    TimerPatch,
+    TimerSpec,
+    Verdict,
+)
 from duetime.errors import DuetimeError, OutcomeUnknown, StoreUnavailable
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
@@ -39,11 +49,11 @@ def test_a_timer_whose_connect_fails_during_a_recovery_still_fires() -> None:
     async def story(world: World, store: FaultyStore) -> None:
         refused = asyncio.Event()
 
-        async def connect(attempt: Attempt) -> Outcome:
+        async def connect(attempt: Attempt) -> AttemptResult:
             if attempt.timer.timer_id == "x" and not refused.is_set():
                 await asyncio.sleep(1)
                 refused.set()
-                return Outcome(Contact.BROKEN, error="connection refused")
+                return AttemptResult(Contact.BROKEN, error="connection refused")
             return await deliver(attempt)
 
         deliver = world.destinations.deliver
@@ -170,8 +180,8 @@ def test_large_timers_for_a_dead_destination_leave_room_for_the_others() -> None
         world = World(clock, engine__timers_in_memory_max=1_000, engine__writes_waiting_max=5_000)
         await world.start()
 
-        async def dead(attempt: Attempt) -> Outcome:
-            return Outcome(Contact.BROKEN, error="refused")
+        async def dead(attempt: Attempt) -> AttemptResult:
+            return AttemptResult(Contact.BROKEN, error="refused")
 
         world.destinations.answers["http://dead.test/"] = dead
         large = '"' + "x" * 8_000 + '"'
@@ -189,7 +199,7 @@ def test_large_timers_for_a_dead_destination_leave_room_for_the_others() -> None
 def test_shards_that_could_not_be_claimed_at_the_start_are_claimed_later() -> None:
     class Exclusive(MemoryStore):
         capabilities = type(MemoryStore.capabilities)(
-            name="memory", batch_max=100, payload_bytes_max=1_000, lanes=1, exclusive=True, durable=False
+            name="memory", batch_max=100, payload_bytes_max=1_000, parallel_commits=1, exclusive=True, durable=False
         )
 
     async def told(clock: VirtualClock) -> None:
@@ -212,9 +222,9 @@ def test_an_update_that_leaves_the_time_alone_keeps_the_attempts() -> None:
     """A timer that was tried on time is being retried: no missed-fire policy may skip it for being late."""
 
     async def story(world: World, store: FaultyStore) -> None:
-        outcomes = [Outcome(Contact.ANSWERED, 500), Outcome(Contact.ANSWERED, 200)]
+        outcomes = [AttemptResult(Contact.ANSWERED, 500), AttemptResult(Contact.ANSWERED, 200)]
 
-        async def answer(attempt: Attempt) -> Outcome:
+        async def answer(attempt: Attempt) -> AttemptResult:
             return outcomes.pop(0)
 
         world.destinations.answers[URL] = answer
@@ -240,8 +250,8 @@ def test_an_update_that_leaves_the_time_alone_keeps_the_attempts() -> None:
 @pytest.mark.parametrize("time", [{"delay_ms": 5_000}, {"execute_at_ms": 1_800_000_020_000}])
 def test_an_update_of_the_time_starts_the_attempts_over(time: dict[str, int]) -> None:
     async def story(world: World, store: FaultyStore) -> None:
-        async def answer(attempt: Attempt) -> Outcome:
-            return Outcome(Contact.ANSWERED, 500)
+        async def answer(attempt: Attempt) -> AttemptResult:
+            return AttemptResult(Contact.ANSWERED, 500)
 
         world.destinations.answers[URL] = answer
         await world.create("x", 1_000, tags=("t",), retry_policy=RetryPolicy(initial_interval_ms=60_000))
@@ -334,7 +344,7 @@ def test_a_delete_that_could_not_be_applied_in_time_does_not_keep_the_timer_from
     async def story(world: World, store: FaultyStore) -> None:
         answered = asyncio.Event()
 
-        async def hangs(attempt: Attempt) -> Outcome:
+        async def hangs(attempt: Attempt) -> AttemptResult:
             await answered.wait()
             return OK
 

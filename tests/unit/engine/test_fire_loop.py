@@ -13,7 +13,7 @@ from engine_world import OK, URL, check_shard
 from duetime.cluster.membership import Membership
 from duetime.config import load_config
 from duetime.delivery import Attempt, Deliverer
-from duetime.domain.timer import Contact, Extras, Missed, Namespace, Outcome, TimerKey
+from duetime.domain.timer import AttemptResult, Contact, Extras, Missed, Namespace, TimerKey
 from duetime.engine.fire_loop import FireLoop
 from duetime.engine.namespaces import Namespaces
 from duetime.engine.shard import Entry, Phase, Shard
@@ -25,7 +25,7 @@ from duetime.testing.virtual import START_WALL_MS, VirtualClock, run_virtual
 
 A = TimerKey("test", "a")
 NAMESPACE = Namespace(name="test", num_shards=1, created_at_ms=0)
-FAILS = Outcome(Contact.ANSWERED, 500)
+FAILS = AttemptResult(Contact.ANSWERED, 500)
 
 
 class Lease:
@@ -47,7 +47,7 @@ class Receiver:
     """Answers each call with `outcome`, after `seconds`; what it is told before the first byte is in `begun`."""
 
     def __init__(self) -> None:
-        self.outcome: Outcome = OK
+        self.outcome: AttemptResult = OK
         self.seconds = 0.0
         self.connect_seconds = 0.0
         self.begun: list[tuple[str, int | None]] = []
@@ -58,14 +58,14 @@ class Receiver:
             raise ZeroDivisionError(url)
         return url
 
-    async def deliver(self, attempt: Attempt) -> Outcome:
+    async def deliver(self, attempt: Attempt) -> AttemptResult:
         self.attempts.append(attempt)
         if self.connect_seconds:
             await asyncio.sleep(self.connect_seconds)
         at_ms = attempt.begin()
         self.begun.append((attempt.timer.timer_id, at_ms))
         if at_ms is None:
-            return Outcome(Contact.NOT_SENT)
+            return AttemptResult(Contact.NOT_SENT)
         await asyncio.sleep(self.seconds)
         return self.outcome
 
@@ -432,7 +432,7 @@ class TestAttempts:
         async def story(place: Range) -> None:
             begun: list[int | None] = []
 
-            async def deliver(attempt: Attempt) -> Outcome:
+            async def deliver(attempt: Attempt) -> AttemptResult:
                 place.receiver.attempts.append(attempt)
                 begun.append(attempt.begin())
                 await asyncio.sleep(1)
@@ -456,11 +456,11 @@ class TestAttempts:
         async def story(place: Range) -> None:
             begun: list[int | None] = []
 
-            async def deliver(attempt: Attempt) -> Outcome:
+            async def deliver(attempt: Attempt) -> AttemptResult:
                 begun.append(attempt.begin())
                 await asyncio.sleep(1)
                 begun.append(attempt.begin())
-                return Outcome(Contact.NOT_SENT)
+                return AttemptResult(Contact.NOT_SENT)
 
             place.receiver.deliver = deliver  # type: ignore[method-assign]
             place.put("a", 100)
@@ -499,9 +499,9 @@ class TestAttempts:
 
     def test_one_that_could_not_be_reached_counts_as_an_attempt(self) -> None:
         async def story(place: Range) -> None:
-            async def deliver(attempt: Attempt) -> Outcome:
+            async def deliver(attempt: Attempt) -> AttemptResult:
                 await asyncio.sleep(0.2)
-                return Outcome(Contact.BROKEN, error="refused")
+                return AttemptResult(Contact.BROKEN, error="refused")
 
             place.receiver.deliver = deliver  # type: ignore[method-assign]
             place.put("a", 100)
@@ -515,9 +515,9 @@ class TestAttempts:
 
     def test_unless_the_timer_was_deleted_meanwhile(self) -> None:
         async def story(place: Range) -> None:
-            async def deliver(attempt: Attempt) -> Outcome:
+            async def deliver(attempt: Attempt) -> AttemptResult:
                 await asyncio.sleep(0.2)
-                return Outcome(Contact.BROKEN, error="refused")
+                return AttemptResult(Contact.BROKEN, error="refused")
 
             place.receiver.deliver = deliver  # type: ignore[method-assign]
             entry = place.put("a", 100)
@@ -533,10 +533,10 @@ class TestAttempts:
         async def story(place: Range) -> None:
             deliver = place.receiver.deliver
 
-            async def refused(attempt: Attempt) -> Outcome:
+            async def refused(attempt: Attempt) -> AttemptResult:
                 await asyncio.sleep(0.2)
                 place.receiver.deliver = deliver  # type: ignore[method-assign]
-                return Outcome(Contact.BROKEN, error="refused")
+                return AttemptResult(Contact.BROKEN, error="refused")
 
             place.receiver.deliver = refused  # type: ignore[method-assign]
             place.put("a", 100)
@@ -571,7 +571,7 @@ class TestAttempts:
             place.put("a", 60_000, payload="new")
             await asyncio.sleep(5)
             assert place.telemetry.stale_outcomes.value == 1
-            assert place.telemetry.endings.by_label == {}
+            assert place.telemetry.outcomes.by_label == {}
             assert place.shard.entries[A].timer.payload == "new"
             assert place.shard.entries[A].timer.attempts == 0
 
@@ -582,12 +582,12 @@ class TestAttempts:
             place.receiver.outcome = FAILS
             place.put("a", 100)
             await asyncio.sleep(0.2)
-            assert place.telemetry.endings.by_label == {}
+            assert place.telemetry.outcomes.by_label == {}
             place.receiver.outcome = OK
             await asyncio.sleep(60)
-            assert place.telemetry.endings.by_label == {"delivered": 1}
+            assert place.telemetry.outcomes.by_label == {"delivered": 1}
             assert place.telemetry.stale_outcomes.value == 0
-            assert place.telemetry.outcomes.by_label["answered"] >= 2
+            assert place.telemetry.attempt_results.by_label["answered"] >= 2
             assert "could not be settled" not in caplog.text
 
         on_a_range(story)
@@ -622,7 +622,7 @@ class TestAttempts:
 
     def test_a_deliverer_that_breaks_is_a_failed_attempt(self) -> None:
         async def story(place: Range) -> None:
-            async def deliver(attempt: Attempt) -> Outcome:
+            async def deliver(attempt: Attempt) -> AttemptResult:
                 attempt.begin()
                 raise ZeroDivisionError("oops")
 
@@ -744,7 +744,7 @@ class TestMissed:
             place.put("b", -5_000, extras=Extras(missed=Missed(skip_if_late_by_ms=10_000)))
             await asyncio.sleep(1)
             assert place.receiver.called() == ["b"]
-            assert place.telemetry.endings.by_label == {"skipped": 1, "delivered": 1}
+            assert place.telemetry.outcomes.by_label == {"skipped": 1, "delivered": 1}
             assert place.shard.entries == {}
 
         on_a_range(story)
@@ -765,7 +765,7 @@ class TestNamespaces:
             assert not place.loop.holds_any
             place.loop.fire_held(held, reread=True)
             assert place.loop.holds_any, "still unknown"
-            assert "test" in place.loop._unknown_trouble.reason
+            assert "test" in place.loop._unknown_namespace_log.reason
             held = place.loop.take_held()
             place.known["test"] = NAMESPACE
             place.loop.fire_held(held, reread=False)
@@ -775,7 +775,7 @@ class TestNamespaces:
             assert place.loop.take_held() == held, "the lease is over"
             place.lease.is_valid = True
             place.loop.fire_held(held, reread=True)
-            assert place.loop._unknown_trouble.reason == ""
+            assert place.loop._unknown_namespace_log.reason == ""
             await asyncio.sleep(1)
             assert place.receiver.called() == ["a"]
             assert "unexpected error" not in caplog.text
@@ -830,7 +830,7 @@ class TestNamespaces:
             place.known["test"] = newer
             await asyncio.sleep(5)
             assert [attempt.namespace for attempt in place.receiver.attempts][:2] == [NAMESPACE, newer]
-            assert place.telemetry.endings.by_label.get("delivered") == 1, "a by the old ones; b was not acknowledged"
+            assert place.telemetry.outcomes.by_label.get("delivered") == 1, "a by the old ones; b was not acknowledged"
 
         on_a_range(story, concurrency_per_destination=1)
 
@@ -843,7 +843,7 @@ class TestNamespaces:
             place.known.clear()
             await asyncio.sleep(5)
             assert place.receiver.called() == ["a", "b"]
-            assert place.telemetry.endings.by_label == {"delivered": 2}
+            assert place.telemetry.outcomes.by_label == {"delivered": 2}
 
         on_a_range(story, concurrency_per_destination=1)
 
@@ -857,7 +857,7 @@ class TestParking:
     @staticmethod
     async def backlog(place: Range, count: int = 5) -> list[Entry]:
         """One call fails and opens the breaker; the others wait behind it."""
-        place.receiver.outcome = Outcome(Contact.BROKEN, error="down")
+        place.receiver.outcome = AttemptResult(Contact.BROKEN, error="down")
         entries = [place.put(f"t{number}", 100) for number in range(count)]
         await asyncio.sleep(0.2)
         assert place.loop.flow.waiting == count - 1

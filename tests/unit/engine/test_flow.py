@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from duetime.config import load_config
-from duetime.domain.timer import Contact, Outcome
+from duetime.domain.timer import AttemptResult, Contact
 from duetime.engine import flow as flow_module
 from duetime.engine.flow import Destination, Flow
 from duetime.testing.virtual import VirtualClock, run_virtual
 
-OK = Outcome(Contact.ANSWERED, 200)
-FAILS = Outcome(Contact.ANSWERED, 500)
-BROKEN = Outcome(Contact.BROKEN, error="timed out")
+OK = AttemptResult(Contact.ANSWERED, 200)
+FAILS = AttemptResult(Contact.ANSWERED, 500)
+BROKEN = AttemptResult(Contact.BROKEN, error="timed out")
 
 
-def overloaded(status: int, retry_after_seconds: float | None) -> Outcome:
-    return Outcome(
+def overloaded(status: int, retry_after_seconds: float | None) -> AttemptResult:
+    return AttemptResult(
         Contact.ANSWERED,
         status,
         retry_after_ms=None if retry_after_seconds is None else int(retry_after_seconds * 1_000),
@@ -35,7 +35,7 @@ class Item(NamedTuple):
 
 
 class Street:
-    """A flow whose destinations answer as the test says: after `seconds`, with `outcome`."""
+    """A flow whose destinations answer as the test says: after `seconds`, with `result`."""
 
     def __init__(self, **settings: Any) -> None:
         flags = {f"delivery.{key}": value for key, value in settings.items()}
@@ -48,7 +48,7 @@ class Street:
         )
         self.congested = False
         self.seconds: dict[str, float] = defaultdict(float)
-        self.outcome: dict[str, Outcome | Callable[[Item], Outcome]] = defaultdict(lambda: OK)
+        self.result: dict[str, AttemptResult | Callable[[Item], AttemptResult]] = defaultdict(lambda: OK)
         self.unwanted: set[int] = set()
         self.started: list[tuple[float, Item]] = []
         self.finished: list[tuple[float, Item]] = []
@@ -61,19 +61,19 @@ class Street:
             self.flow.submit(Item(self._submitted, destination, namespace), destination, namespace)
             self._submitted += 1
 
-    async def _deliver(self, item: Item) -> Outcome:
+    async def _deliver(self, item: Item) -> AttemptResult:
         self.started.append((now(), item))
         for name in (item.destination, "all"):
             self._in_flight[name] += 1
             self.most_in_flight[name] = max(self.most_in_flight[name], self._in_flight[name])
-        outcome = self.outcome[item.destination]
-        answer = outcome if isinstance(outcome, Outcome) else outcome(item)
+        result = self.result[item.destination]
+        answer = result if isinstance(result, AttemptResult) else result(item)
         await asyncio.sleep(self.seconds[item.destination])
         for name in (item.destination, "all"):
             self._in_flight[name] -= 1
         return answer
 
-    def _done(self, item: Item, outcome: Outcome) -> None:
+    def _done(self, item: Item, result: AttemptResult) -> None:
         self.finished.append((now(), item))
 
     def starts(self, destination: str) -> list[float]:
@@ -116,7 +116,7 @@ class TestIsolation:
 
     def test_a_dead_destination_never_delays_another(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["dead"] = BROKEN
+            street.result["dead"] = BROKEN
             street.submit("dead", 500)
             for _ in range(100):
                 street.submit("fast")
@@ -148,8 +148,8 @@ class TestIsolation:
 
     def test_an_item_whose_settling_breaks_does_not_hold_up_those_behind_it(self) -> None:
         async def story(street: Street) -> None:
-            def done(item: Item, outcome: Outcome) -> None:
-                street._done(item, outcome)
+            def done(item: Item, result: AttemptResult) -> None:
+                street._done(item, result)
                 if item.number == 0:
                     raise ZeroDivisionError
 
@@ -226,7 +226,7 @@ class TestTurns:
     def test_turns_at_the_cap_pass_over_a_destination_whose_breaker_is_open(self) -> None:
         async def story(street: Street) -> None:
             street.seconds["good"] = 1
-            street.outcome["bad"] = overloaded(503, 30)
+            street.result["bad"] = overloaded(503, 30)
             street.submit("good", 2)
             street.submit("bad", 5)
             street.submit("good", 20)
@@ -240,7 +240,7 @@ class TestTurns:
 class TestBreaker:
     def test_it_opens_after_so_many_failures_in_a_row_and_holds_the_rest(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a", 100)
             await asyncio.sleep(0.5)
             assert len(street.started) == 3
@@ -251,7 +251,7 @@ class TestBreaker:
 
     def test_a_success_in_between_starts_the_count_over(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = lambda item: OK if item.number % 3 == 2 else FAILS
+            street.result["a"] = lambda item: OK if item.number % 3 == 2 else FAILS
             street.submit("a", 99)
             await asyncio.sleep(0.5)
             assert len(street.finished) == 99
@@ -260,7 +260,7 @@ class TestBreaker:
 
     def test_it_probes_with_one_call_and_doubles_its_pause_up_to_the_limit(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a", 100)
             await asyncio.sleep(20)
             assert street.starts("a") == [0, 1, 3, 7, 11, 15, 19]
@@ -272,7 +272,7 @@ class TestBreaker:
 
     def test_while_a_probe_is_under_way_nothing_else_starts(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a", 50)
             await asyncio.sleep(0.5)
             begun = len(street.started)
@@ -286,12 +286,12 @@ class TestBreaker:
 
     def test_a_probe_that_succeeds_closes_it_and_everything_held_goes_out_at_once(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a", 60)
             await asyncio.sleep(0.5)
             held = street.flow.waiting
             assert held > 0
-            street.outcome["a"] = OK
+            street.result["a"] = OK
             street.seconds["a"] = 0.1
             await asyncio.sleep(0.65)  # the probe is at 1.0 and takes 0.1
             assert street.flow.waiting == 0
@@ -303,7 +303,7 @@ class TestBreaker:
 
     def test_a_breaker_that_closed_opens_with_the_first_pause_again(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = lambda item: OK if item.number == 3 else FAILS
+            street.result["a"] = lambda item: OK if item.number == 3 else FAILS
             street.submit("a", 7)
             await asyncio.sleep(60)
             # Fails at 0, 1, 3; succeeds at 7 and fails at once with the next; then the pauses start over.
@@ -314,7 +314,7 @@ class TestBreaker:
     @pytest.mark.parametrize("status", [429, 503])
     def test_retry_after_opens_it_at_once_and_is_honoured(self, status: int) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = lambda item: overloaded(status, 7) if item.number == 0 else OK
+            street.result["a"] = lambda item: overloaded(status, 7) if item.number == 0 else OK
             street.submit("a", 3)
             await asyncio.sleep(60)
             assert street.starts("a") == [0, 7, 7]
@@ -323,7 +323,7 @@ class TestBreaker:
 
     def test_retry_after_is_bounded_by_the_longest_pause(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = lambda item: overloaded(503, 86_400) if item.number == 0 else OK
+            street.result["a"] = lambda item: overloaded(503, 86_400) if item.number == 0 else OK
             street.submit("a", 2)
             await asyncio.sleep(100)
             assert street.starts("a") == [0, 60]
@@ -332,7 +332,7 @@ class TestBreaker:
 
     def test_an_answer_to_a_call_from_before_does_not_close_it_during_its_pause(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = lambda item: overloaded(429, 10) if item.number == 0 else OK
+            street.result["a"] = lambda item: overloaded(429, 10) if item.number == 0 else OK
             street.submit("a", 2)  # both under way at once
             street.seconds["a"] = 0.0
             await asyncio.sleep(0.1)
@@ -344,7 +344,7 @@ class TestBreaker:
 
     def test_a_call_from_before_that_asks_for_more_time_gets_it(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = lambda item: overloaded(429, 5 * (item.number + 1)) if item.number < 3 else OK
+            street.result["a"] = lambda item: overloaded(429, 5 * (item.number + 1)) if item.number < 3 else OK
             street.submit("a", 4)
             await asyncio.sleep(60)
             assert street.starts("a") == [0, 0, 0, 15]
@@ -354,7 +354,7 @@ class TestBreaker:
     @pytest.mark.parametrize("status", [503, 429, 500, 408])
     def test_without_retry_after_a_failure_is_one_of_several(self, status: int) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = lambda item: overloaded(status, None) if item.number < 2 else OK
+            street.result["a"] = lambda item: overloaded(status, None) if item.number < 2 else OK
             street.submit("a", 5)
             await asyncio.sleep(0.1)
             assert len(street.finished) == 5
@@ -363,7 +363,7 @@ class TestBreaker:
 
     def test_retry_after_on_an_ordinary_answer_says_nothing_about_the_destination(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = Outcome(Contact.ANSWERED, 200, retry_after_ms=60_000)
+            street.result["a"] = AttemptResult(Contact.ANSWERED, 200, retry_after_ms=60_000)
             street.submit("a", 5)
             await asyncio.sleep(0.1)
             assert len(street.finished) == 5
@@ -373,7 +373,7 @@ class TestBreaker:
     @pytest.mark.parametrize("contact", [Contact.NOT_SENT, Contact.REFUSED])
     def test_what_never_reached_the_destination_does_not_count(self, contact: Contact) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = Outcome(contact)
+            street.result["a"] = AttemptResult(contact)
             street.submit("a", 50)
             await asyncio.sleep(0.1)
             assert len(street.finished) == 50
@@ -383,7 +383,7 @@ class TestBreaker:
     @pytest.mark.parametrize("contact", [Contact.NOT_SENT, Contact.REFUSED])
     def test_nor_does_it_start_the_count_over(self, contact: Contact) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = lambda item: Outcome(contact) if item.number % 2 else FAILS
+            street.result["a"] = lambda item: AttemptResult(contact) if item.number % 2 else FAILS
             street.submit("a", 50)
             await asyncio.sleep(0.1)
             assert [item.number for _, item in street.started] == [0, 1, 2, 3, 4]
@@ -393,7 +393,7 @@ class TestBreaker:
     @pytest.mark.parametrize("status", [200, 302, 400, 404, 410])
     def test_a_destination_that_answers_is_alive_whatever_it_says(self, status: int) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = Outcome(Contact.ANSWERED, status)
+            street.result["a"] = AttemptResult(Contact.ANSWERED, status)
             street.submit("a", 50)
             await asyncio.sleep(0.1)
             assert len(street.finished) == 50
@@ -402,11 +402,11 @@ class TestBreaker:
 
     def test_a_breaker_outlives_an_empty_queue(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = overloaded(503, 20)
+            street.result["a"] = overloaded(503, 20)
             street.submit("a", 1)
             await asyncio.sleep(10)
             assert street.is_quiet()
-            street.outcome["a"] = OK
+            street.result["a"] = OK
             street.submit("a", 1)
             await asyncio.sleep(60)
             assert street.starts("a") == [0, 20]
@@ -416,7 +416,7 @@ class TestBreaker:
     def test_too_many_requests_and_a_request_timeout_count_as_failures(self) -> None:
         async def story(street: Street) -> None:
             for status in (408, 429, 500):
-                street.outcome[str(status)] = Outcome(Contact.ANSWERED, status)
+                street.result[str(status)] = AttemptResult(Contact.ANSWERED, status)
                 street.submit(str(status), 50)
             await asyncio.sleep(0.1)
             assert [len(street.starts(name)) for name in ("408", "429", "500")] == [3, 3, 3]
@@ -425,7 +425,7 @@ class TestBreaker:
 
     def test_only_an_overloaded_destination_can_ask_for_time(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = Outcome(Contact.ANSWERED, 500, retry_after_ms=60_000)
+            street.result["a"] = AttemptResult(Contact.ANSWERED, 500, retry_after_ms=60_000)
             street.submit("a", 2)
             await asyncio.sleep(1)
             assert street.starts("a") == [0, 0]
@@ -435,7 +435,7 @@ class TestBreaker:
     def test_one_that_asked_for_time_and_fails_after_it_is_left_alone_again(self) -> None:
         async def story(street: Street) -> None:
             outcomes = [overloaded(503, 4), FAILS, OK]
-            street.outcome["a"] = lambda item: outcomes[item.number]
+            street.result["a"] = lambda item: outcomes[item.number]
             street.submit("a", 3)
             await asyncio.sleep(60)
             assert street.starts("a") == [0, 4, 12], "a single failure opens it again, for twice as long"
@@ -444,7 +444,7 @@ class TestBreaker:
 
     def test_however_many_wait_behind_a_breaker_there_is_one_wake_up(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a")
             await asyncio.sleep(0.1)
             calls: list[float] = []
@@ -561,7 +561,7 @@ class TestRate:
     def test_the_pace_goes_on_where_a_breaker_closed(self) -> None:
         async def story(street: Street) -> None:
             street.seconds["a"] = 0.01
-            street.outcome["a"] = lambda item: FAILS if item.number < 1 else OK
+            street.result["a"] = lambda item: FAILS if item.number < 1 else OK
             street.submit("a", 30)
             await asyncio.sleep(1.0 + 28 / 4 + 0.5)
             assert len(street.started) == 30
@@ -573,7 +573,7 @@ class TestRate:
 class TestTakingBack:
     def test_what_waits_behind_an_open_breaker_comes_back_the_last_first(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a", 20)
             await asyncio.sleep(0.5)
             taken = street.flow.take_back(5)
@@ -612,7 +612,7 @@ class TestTakingBack:
 
     def test_the_namespace_with_the_most_gives_up_first(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a", 10, "loud")
             street.submit("a", 2, "quiet")
             await asyncio.sleep(0.5)
@@ -622,7 +622,7 @@ class TestTakingBack:
 
     def test_the_more_are_taken_the_wider_they_are_spread_up_to_an_hour(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a", 1)
             await asyncio.sleep(0.5)
             street.place("a").taken_back = 100_000
@@ -635,12 +635,12 @@ class TestTakingBack:
 
     def test_each_item_that_is_taken_back_widens_the_spread_until_the_breaker_closes(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a", 10)
             await asyncio.sleep(0.5)
             spread = [seconds for _, seconds in street.flow.take_back(3)]
             assert spread == [pytest.approx(30.001), pytest.approx(30.002), pytest.approx(30.003)]
-            street.outcome["a"] = OK
+            street.result["a"] = OK
             street.seconds["a"] = 100
             await asyncio.sleep(150)
             assert len(street.finished) == 2, "the first of them has closed the breaker"
@@ -663,11 +663,11 @@ class TestTakingBack:
 
     def test_a_destination_that_gave_everything_back_is_called_with_what_comes_then(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a", 5, "one")
             await asyncio.sleep(0.5)
             assert len(street.flow.take_back(10)) == 4
-            street.outcome["a"] = OK
+            street.result["a"] = OK
             street.submit("a", 1, "two")
             await asyncio.sleep(60)
             assert len(street.finished) == 2
@@ -730,7 +730,7 @@ class TestNothingIsLeftBehind:
 
     def test_what_is_remembered_of_a_destination_outlives_newcomers(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["a"] = FAILS
+            street.result["a"] = FAILS
             street.submit("a", 2)
             await asyncio.sleep(0.1)
             street.submit("b")
@@ -790,8 +790,8 @@ class TestNothingIsLeftBehind:
 
     def test_after_all_is_done_there_are_no_workers_and_no_counts(self) -> None:
         async def story(street: Street) -> None:
-            street.outcome["bad"] = lambda item: FAILS if now() < 30 else OK
-            street.outcome["gone"] = lambda item: BROKEN if now() < 30 else OK
+            street.result["bad"] = lambda item: FAILS if now() < 30 else OK
+            street.result["gone"] = lambda item: BROKEN if now() < 30 else OK
             for name in ("good", "bad", "slow", "gone"):
                 street.seconds[name] = 2 if name == "slow" else 0.01
                 street.submit(name, 100, "one")
@@ -810,7 +810,7 @@ class TestNothingIsLeftBehind:
         async def story(street: Street) -> None:
             street.seconds["a"] = 1
             street.submit("a", 10)
-            street.outcome["b"] = FAILS
+            street.result["b"] = FAILS
             street.submit("b", 10)
             await asyncio.sleep(0.5)
             begun = len(street.started)
@@ -838,7 +838,7 @@ class TestNothingIsLeftBehind:
             street.seconds["busy"] = 3_600
             street.submit("busy")
             for number in range(1_000):
-                street.outcome[f"host-{number}"] = FAILS  # which is remembered of them
+                street.result[f"host-{number}"] = FAILS  # which is remembered of them
                 street.submit(f"host-{number}")
                 await asyncio.sleep(0.01)
                 assert len(street.flow.destinations()) <= 101
@@ -852,7 +852,7 @@ class TestNothingIsLeftBehind:
         monkeypatch.setattr(flow_module, "_IDLE_DESTINATIONS_MAX", 1)
 
         async def story(street: Street) -> None:
-            def done(item: Item, outcome: Outcome) -> None:
+            def done(item: Item, result: AttemptResult) -> None:
                 if item.number == 0:
                     street.seconds["a"] = street.seconds["b"] = 1
                     street.submit("b")  # one too many: what is idle goes

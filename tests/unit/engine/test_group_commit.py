@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from duetime.clock import Clock
 from duetime.domain.timer import State, shard_of
 from duetime.errors import NotFound, OutcomeUnknown, ShardLost, StoreError, StoreThrottled, StoreUnavailable
-from duetime.store import Batch, Committed, Page, Stretch
+from duetime.store import Batch, Committed, Page, PageRequest
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
@@ -195,15 +195,13 @@ class HalfBlind(MemoryStore):
     blind = False
     says = "alone"
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:  # type: ignore[override]
-        pages: list[Page | StoreError] = list(await super().load(stretches))
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:  # type: ignore[override]
+        pages: list[Page | StoreError] = list(await super().load(requests))
         if not self.blind:
             return pages
         if self.says == "for all":
             raise StoreUnavailable("cannot read")
-        return [
-            StoreUnavailable("cannot read") if s.shard_id == 1 else p for s, p in zip(stretches, pages, strict=True)
-        ]
+        return [StoreUnavailable("cannot read") if s.shard_id == 1 else p for s, p in zip(requests, pages, strict=True)]
 
 
 @pytest.mark.parametrize("says", ["alone", "for all"])

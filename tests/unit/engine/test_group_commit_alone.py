@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from duetime.domain.timer import TimerKey
-from duetime.engine.group_commit import Lane, Lookup
+from duetime.engine.group_commit import BatchedReader, GroupCommit
 from duetime.engine.shard import Entry, Shard, Written, end_of
 from duetime.errors import (
     NotOwner,
@@ -49,7 +49,7 @@ class Street:
         self.writes_waiting_max = 100_000
         self.running: asyncio.Future[None] | None = None
         self.telemetry = Telemetry()
-        self.lane = Lane(
+        self.lane = GroupCommit(
             cast(Store, self),
             clock,
             self.telemetry,
@@ -229,11 +229,11 @@ class TestFailures:
             await asyncio.sleep(4)
             pauses = [round(after - before, 6) for before, after in zip(street.at, street.at[1:], strict=False)]
             assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1, 1]
-            assert street.lane._trouble.reason == "poison"
+            assert street.lane._failure_log.reason == "poison"
             street.poison = ""
             await asyncio.sleep(1)
             assert street.shards[0].is_quiet
-            assert street.lane._trouble.reason == ""
+            assert street.lane._failure_log.reason == ""
             street.poison = "a"
             street.at.clear()
             street.put(0)
@@ -349,7 +349,7 @@ class TestFailures:
             writing = street.put(0)
             await asyncio.sleep(5)
             assert street.unknown == [0]
-            assert street.lane._trouble.reason == "", "that is for refused ones"
+            assert street.lane._failure_log.reason == "", "that is for refused ones"
             assert len(street.commits) == 1
             assert street.told_committed == 0
             key = TimerKey("test", "a")
@@ -468,7 +468,7 @@ class TestLookup:
     def test_what_is_asked_in_one_turn_is_read_in_one_call_and_each_gets_his_own(self) -> None:
         async def story(clock: VirtualClock) -> None:
             shelf = Shelf()
-            lookup = Lookup(cast(Store, shelf))
+            lookup = BatchedReader(cast(Store, shelf))
             keys = [(shard_id, TimerKey("test", name)) for shard_id in (1, 2) for name in ("a", "b", "a")]
             found = await asyncio.gather(*(lookup.find(*key) for key in keys))
             assert shelf.calls == [4], "each key once"
@@ -482,7 +482,7 @@ class TestLookup:
 
     def test_a_reading_under_way_is_referenced_or_it_might_be_collected(self) -> None:
         async def story(clock: VirtualClock) -> None:
-            lookup = Lookup(cast(Store, Shelf()))
+            lookup = BatchedReader(cast(Store, Shelf()))
             asked = [asyncio.ensure_future(lookup.find(1, TimerKey("test", name))) for name in "aab"]
             await asyncio.sleep(0)
             assert len(lookup._tasks) == 1, "one for all"
@@ -495,7 +495,7 @@ class TestLookup:
     def test_what_is_asked_while_it_reads_is_read_anew(self) -> None:
         async def story(clock: VirtualClock) -> None:
             shelf = Shelf()
-            lookup = Lookup(cast(Store, shelf))
+            lookup = BatchedReader(cast(Store, shelf))
             first = asyncio.ensure_future(lookup.find(1, TimerKey("test", "a")))
             await asyncio.sleep(0.5)
             second = asyncio.ensure_future(lookup.find(1, TimerKey("test", "a")))
@@ -507,7 +507,7 @@ class TestLookup:
     def test_five_hundred_are_read_at_a_time(self) -> None:
         async def story(clock: VirtualClock) -> None:
             shelf = Shelf()
-            lookup = Lookup(cast(Store, shelf))
+            lookup = BatchedReader(cast(Store, shelf))
             found = await asyncio.gather(*(lookup.find(n, TimerKey("test", f"t{n}")) for n in range(1_200)))
             assert shelf.calls == [500, 500, 200]
             assert [f.timer.execute_at_ms for f in found if f.timer] == list(range(1_200))
@@ -517,7 +517,7 @@ class TestLookup:
     def test_an_error_is_told_to_everybody_and_one_who_has_gone_disturbs_nobody(self) -> None:
         async def story(clock: VirtualClock) -> None:
             shelf = Shelf()
-            lookup = Lookup(cast(Store, shelf))
+            lookup = BatchedReader(cast(Store, shelf))
             asked = [asyncio.ensure_future(lookup.find(1, TimerKey("test", name))) for name in "aab"]
             await asyncio.sleep(0.5)
             asked[0].cancel()

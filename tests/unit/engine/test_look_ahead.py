@@ -12,10 +12,10 @@ from duetime.cluster.membership import Membership
 from duetime.config import load_config
 from duetime.domain.timer import BEFORE_ALL, Position, Timer
 from duetime.engine.fire_loop import FireLoop
-from duetime.engine.look_ahead import Horizon
+from duetime.engine.look_ahead import LookAhead
 from duetime.engine.shard import Entry, Shard, end_of
 from duetime.errors import NotOwner, StoreError, StoreUnavailable
-from duetime.store import Page, ShardRow, Store, Stretch
+from duetime.store import Page, PageRequest, ShardRow, Store
 from duetime.testing import make_timer
 from duetime.testing.virtual import START_WALL_MS, VirtualClock, run_virtual
 
@@ -28,7 +28,7 @@ class Observatory:
     def __init__(self, clock: VirtualClock, shards: int, timers_in_memory_max: int) -> None:
         self.clock = clock
         self.timers: dict[int, list[Timer]] = {}
-        self.asked: list[list[Stretch]] = []
+        self.asked: list[list[PageRequest]] = []
         self.errors: list[Exception] = []
         self.trouble: dict[int, StoreError] = {}  # by shard
         self.page_max = 1_000  # a page is cut here, whatever the limit
@@ -41,7 +41,7 @@ class Observatory:
         self.writes_waiting = self.unsettled = 0
         self.writes_waiting_max = 1_000
         flags = {"engine.look_ahead": "60s", "engine.timers_in_memory_max": timers_in_memory_max}
-        self.horizon = Horizon(
+        self.horizon = LookAhead(
             cast(Store, self),
             load_config(environ={}, flags=flags).engine,
             cast(Membership, self),
@@ -56,23 +56,23 @@ class Observatory:
         return shard
 
     # of the store
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
-        self.asked.append(list(stretches))
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
+        self.asked.append(list(requests))
         self.loads_under_way += 1
         self.most_loads = max(self.most_loads, self.loads_under_way)
         await asyncio.sleep(self.seconds)
         self.loads_under_way -= 1
         if self.errors:
             raise self.errors.pop(0)
-        return [self.trouble.get(stretch.shard_id) or self._page(stretch) for stretch in stretches]
+        return [self.trouble.get(request.shard_id) or self._page(request) for request in requests]
 
-    def _page(self, stretch: Stretch) -> Page:
+    def _page(self, request: PageRequest) -> Page:
         wanted = [
             timer
-            for timer in sorted(self.timers.get(stretch.shard_id, []), key=lambda timer: timer.position)
-            if timer.position > stretch.after and timer.execute_at_ms <= stretch.until_ms
+            for timer in sorted(self.timers.get(request.shard_id, []), key=lambda timer: timer.position)
+            if timer.position > request.after and timer.execute_at_ms <= request.until_ms
         ]
-        page = wanted[: min(stretch.limit, self.page_max)]
+        page = wanted[: min(request.limit, self.page_max)]
         return Page(page, page[-1].position if len(page) < len(wanted) else None)
 
     # of the membership
@@ -147,7 +147,7 @@ class TestLoading:
             place.timers_of(0, 5)
             assert place.horizon._needy == []
             await until_loaded(place)
-            assert place.asked == [[Stretch(0, BEFORE_ALL, START_WALL_MS + MINUTE_MS, 1_000)]]
+            assert place.asked == [[PageRequest(0, BEFORE_ALL, START_WALL_MS + MINUTE_MS, 1_000)]]
             shard = place.shards[0]
             assert shard.horizon == end_of(START_WALL_MS + MINUTE_MS)
             assert len(shard.entries) == 5
@@ -183,16 +183,16 @@ class TestLoading:
     def test_shards_of_which_nothing_is_known_are_loaded_together_with_a_smaller_page_each(self) -> None:
         async def story(place: Observatory) -> None:
             await until_loaded(place)
-            assert [len(stretches) for stretches in place.asked] == [64, 36]
-            assert {stretch.shard_id for stretches in place.asked for stretch in stretches} == set(range(100))
-            assert {stretch.limit for stretch in place.asked[0]} == {50}
+            assert [len(requests) for requests in place.asked] == [64, 36]
+            assert {request.shard_id for requests in place.asked for request in requests} == set(range(100))
+            assert {request.limit for request in place.asked[0]} == {50}
 
         looking(story, shards=100)
 
     def test_the_page_is_shared_among_them(self) -> None:
         async def story(place: Observatory) -> None:
             await until_loaded(place)
-            assert [[stretch.limit for stretch in stretches] for stretches in place.asked] == [[250] * 4]
+            assert [[request.limit for request in requests] for requests in place.asked] == [[250] * 4]
 
         looking(story, shards=4)
 
@@ -209,7 +209,7 @@ class TestLoading:
             place.timers_of(1, 300)
             place.page_max = 50
             await until_loaded(place)
-            sizes = [[stretch.shard_id for stretch in stretches] for stretches in place.asked]
+            sizes = [[request.shard_id for request in requests] for requests in place.asked]
             assert sizes[0] == [0, 1, 2]
             assert sizes[1:] == [[1]] * 5
             assert place.in_memory() == 300
@@ -222,7 +222,12 @@ class TestLoading:
             for shard_id, shard in place.shards.items():
                 shard.horizon = end_of(START_WALL_MS + shard_id)
             await until_loaded(place)
-            assert [[stretch.shard_id for stretch in stretches] for stretches in place.asked] == [[0], [1], [2], [3]]
+            assert [[request.shard_id for request in requests] for requests in place.asked] == [
+                [0],
+                [1],
+                [2],
+                [3],
+            ]
 
         looking(story, shards=4)
 
@@ -233,7 +238,7 @@ class TestLoading:
                 shard.horizon = end_of(START_WALL_MS + 10_000 - shard_id * 1_000)
             place.seconds = 0.01
             await until_loaded(place)
-            assert [stretches[0].shard_id for stretches in place.asked] == list(range(9, -1, -1))
+            assert [requests[0].shard_id for requests in place.asked] == list(range(9, -1, -1))
             assert place.most_loads == 4
 
         looking(story, shards=10)
@@ -281,7 +286,7 @@ class TestLoading:
             else:
                 setattr(place.shards[0], state, True)
             await asyncio.sleep(1)
-            assert [[stretch.shard_id for stretch in stretches] for stretches in place.asked] == [[1]]
+            assert [[request.shard_id for request in requests] for requests in place.asked] == [[1]]
 
         looking(story, shards=2)
 
@@ -305,13 +310,13 @@ class TestLoading:
             place.errors = [StoreUnavailable("cannot read")]
             await until_loaded(place)
             assert not any(shard.loading for shard in place.shards.values())
-            assert place.horizon._trouble.reason == "cannot read"
+            assert place.horizon._failure_log.reason == "cannot read"
             assert place.horizon._deep == {0, 1, 2}
             place.asked.clear()
             await until_loaded(place)
-            assert [len(stretches) for stretches in place.asked] == [1, 1, 1]
+            assert [len(requests) for requests in place.asked] == [1, 1, 1]
             assert place.horizon._deep == set()
-            assert place.horizon._trouble.reason == ""
+            assert place.horizon._failure_log.reason == ""
             assert {shard.horizon for shard in place.shards.values()} == {place.shards[0].horizon}
 
         looking(story, shards=3)
@@ -321,13 +326,13 @@ class TestLoading:
             place.trouble = {1: StoreUnavailable("not this one")}
             place.timers_of(2, 3)
             await until_loaded(place)
-            assert place.horizon._trouble.reason == "not this one"
+            assert place.horizon._failure_log.reason == "not this one"
             assert place.shards[1].horizon == BEFORE_ALL
             assert not place.shards[1].loading
             assert place.in_memory() == 3
             place.trouble = {}
             await until_loaded(place)
-            assert place.horizon._trouble.reason == ""
+            assert place.horizon._failure_log.reason == ""
             assert place.asked[1][0].shard_id == 1
 
         looking(story, shards=3)

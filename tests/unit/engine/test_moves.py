@@ -7,14 +7,14 @@ import asyncio
 from engine_world import OK, URL, World, in_world
 
 from duetime.delivery import Attempt
-from duetime.domain.timer import Outcome, TimerKey, TimerSpec, shard_of
+from duetime.domain.timer import AttemptResult, TimerKey, TimerSpec, shard_of
 
 
 def test_a_shard_that_moves_starts_no_queued_delivery_and_repeats_none() -> None:
     """With a backlog the move would otherwise last the whole drain timeout, and repeat what is in flight then."""
 
     async def story(world: World) -> None:
-        async def slow(attempt: Attempt) -> Outcome:
+        async def slow(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(0.5)
             return OK
 
@@ -38,7 +38,7 @@ def test_a_shard_that_waits_for_a_delivery_in_flight_still_takes_writes() -> Non
     async def story(world: World) -> None:
         answered = asyncio.Event()
 
-        async def hangs(attempt: Attempt) -> Outcome:
+        async def hangs(attempt: Attempt) -> AttemptResult:
             await answered.wait()
             return OK
 
@@ -64,7 +64,7 @@ def test_a_shard_that_waits_for_a_delivery_in_flight_still_takes_writes() -> Non
 
 def test_at_the_drain_timeout_a_shard_is_given_away_with_what_hangs() -> None:
     async def story(world: World) -> None:
-        async def hangs(attempt: Attempt) -> Outcome:
+        async def hangs(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(3_600)
             return OK
 
@@ -107,7 +107,7 @@ def test_a_repeat_on_a_fresh_connection_goes_on_while_its_shard_drains() -> None
     async def story(world: World) -> None:
         again: list[int | None] = []
 
-        async def answer(attempt: Attempt) -> Outcome:
+        async def answer(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(1)
             again.append(attempt.begin())
             return OK

@@ -10,13 +10,13 @@ import pytest
 from engine_world import URL, World, in_world
 from msgspec.structs import replace
 
-from duetime.cluster.forwarding import CreateOrder, FireNowOrder, Forward, ReplayOrder, UpdateOrder
+from duetime.cluster.forwarding import CreateCommand, FireNowCommand, Forward, ReplayCommand, UpdateCommand
 from duetime.delivery import Attempt
 from duetime.domain.timer import (
+    AttemptResult,
     Contact,
     Namespace,
     NamespaceSpec,
-    Outcome,
     State,
     TimerKey,
     TimerPatch,
@@ -183,9 +183,9 @@ def test_an_outcome_is_settled_by_the_namespace_it_was_sent_with() -> None:
         await make_shop(world)
         await create(world, 1_000)
 
-        async def answer(attempt: Attempt) -> Outcome:
+        async def answer(attempt: Attempt) -> AttemptResult:
             world.engine.namespaces._by_name.pop("shop")
-            return Outcome(Contact.ANSWERED, 200)
+            return AttemptResult(Contact.ANSWERED, 200)
 
         world.destinations.answers[URL] = answer
         store.hold("namespaces")
@@ -298,15 +298,15 @@ def test_a_forwarded_write_is_not_carried_out_in_a_deleted_namespace(kind: str) 
         before = (await store.get_many([(0, KEY)]))[0]
         await store.put_namespace(replace(shop, deleted=True, revision=1), 0)  # by another instance
         await asyncio.sleep(2)
-        order = {
-            "create": CreateOrder(TimerSpec(namespace="shop", timer_id="a", delay_ms=1, callback_url=URL)),
-            "update": UpdateOrder(KEY, TimerPatch(payload="1")),
-            "fireNow": FireNowOrder(KEY),
-            "replay": ReplayOrder(KEY),
+        command = {
+            "create": CreateCommand(TimerSpec(namespace="shop", timer_id="a", delay_ms=1, callback_url=URL)),
+            "update": UpdateCommand(KEY, TimerPatch(payload="1")),
+            "fireNow": FireNowCommand(KEY),
+            "replay": ReplayCommand(KEY),
         }[kind]
         commits = store.calls["commit"]
         with pytest.raises(NotFound) as caught:
-            await world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, order))  # type: ignore[arg-type]
+            await world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, command))  # type: ignore[arg-type]
         assert caught.value.code == "namespace_not_found"
         assert (await store.get_many([(0, KEY)]))[0] == before
         assert store.calls["commit"] == commits, "not even for a moment, in which it might fire"
@@ -321,12 +321,12 @@ def test_a_forwarded_write_whose_commit_outlasts_the_deletion_is_not_acknowledge
         if kind == "replay":
             await create(world, 500)
         await asyncio.sleep(2)
-        order = {
-            "create": CreateOrder(TimerSpec(namespace="shop", timer_id="a", delay_ms=90_000, callback_url=URL)),
-            "replay": ReplayOrder(KEY),
+        command = {
+            "create": CreateCommand(TimerSpec(namespace="shop", timer_id="a", delay_ms=90_000, callback_url=URL)),
+            "replay": ReplayCommand(KEY),
         }[kind]
         commit = store.hold("commit")
-        answer = world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, order))  # type: ignore[arg-type]
+        answer = world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, command))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
         await store.put_namespace(replace(shop, deleted=True, revision=1), 0)
         await asyncio.sleep(5)
@@ -346,13 +346,13 @@ def test_a_write_over_a_timer_that_was_there_before_never_removes_it(kind: str) 
     async def story(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         await create(world, 60_000)
-        order = {
-            "create": CreateOrder(TimerSpec(namespace="shop", timer_id="a", delay_ms=90_000, callback_url=URL)),
-            "update": UpdateOrder(KEY, TimerPatch(payload="1")),
-            "fireNow": FireNowOrder(KEY),
+        command = {
+            "create": CreateCommand(TimerSpec(namespace="shop", timer_id="a", delay_ms=90_000, callback_url=URL)),
+            "update": UpdateCommand(KEY, TimerPatch(payload="1")),
+            "fireNow": FireNowCommand(KEY),
         }[kind]
         commit = store.hold("commit")
-        answer = world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, order))  # type: ignore[arg-type]
+        answer = world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, command))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
         await store.put_namespace(replace(shop, deleted=True, revision=1), 0)
         await asyncio.sleep(5)

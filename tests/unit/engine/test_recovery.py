@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from duetime.cluster.placement import owners
 from duetime.config import Duration
 from duetime.delivery import Attempt
-from duetime.domain.timer import Created, NamespaceSpec, Outcome, TimerKey, TimerSpec, shard_of
+from duetime.domain.timer import AttemptResult, Created, NamespaceSpec, TimerKey, TimerSpec, shard_of
 from duetime.engine.engine import Engine
 from duetime.engine.shard import Shard
 from duetime.errors import NotOwner, NotReady, OutcomeUnknown, StoreError, StoreUnavailable
@@ -247,7 +247,7 @@ def test_nobody_steals_a_shard_from_the_living_and_it_is_claimed_once_they_are_d
     async def story(world: World, store: HookedStore) -> None:
         await world.engine._release(list(world.engine.shards.values()))
         winner = await claim_for_another(store)
-        world.engine.membership._is_fit = lambda member: member.instance_id != "another"  # type: ignore[method-assign]
+        world.engine.membership._is_eligible = lambda member: member.instance_id != "another"  # type: ignore[method-assign]
         for counter in range(1, 20):
             await asyncio.sleep(1)
             await store.database.heartbeat("another", counter)
@@ -280,7 +280,7 @@ def test_an_owner_that_joins_between_the_two_readings_is_not_taken_for_dead() ->
 
     async def story(world: World, store: HookedStore) -> None:
         await world.engine._release(list(world.engine.shards.values()))
-        world.engine.membership._is_fit = lambda member: member.instance_id != "another"  # type: ignore[method-assign]
+        world.engine.membership._is_eligible = lambda member: member.instance_id != "another"  # type: ignore[method-assign]
         claimed: list[ShardRow] = []
 
         async def another_joins() -> None:
@@ -568,7 +568,7 @@ def test_an_instance_whose_clock_is_off_keeps_a_shard_until_its_delivery_in_flig
         in_flight = asyncio.Event()
         landed: list[int] = []
 
-        async def slow(attempt: Attempt) -> Outcome:
+        async def slow(attempt: Attempt) -> AttemptResult:
             in_flight.set()
             await asyncio.sleep(4)
             landed.append(b.clock.boot_ms())
@@ -723,7 +723,7 @@ def test_a_shard_whose_claim_comes_through_while_the_instance_stops_fires_nothin
     """Its deliveries would not be waited for, and its next owner would repeat them."""
 
     async def story(world: World, store: HookedStore) -> None:
-        async def slow(attempt: Attempt) -> Outcome:
+        async def slow(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(5)
             return OK
 
@@ -1018,7 +1018,7 @@ def test_shards_that_are_lost_together_are_one_line_of_the_log(caplog: pytest.Lo
 
 def test_a_drain_says_that_deliveries_may_be_repeated_only_if_they_may(caplog: pytest.LogCaptureFixture) -> None:
     async def story(world: World, store: HookedStore) -> None:
-        async def hangs(attempt: Attempt) -> Outcome:
+        async def hangs(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(3)
             return OK
 
@@ -1165,7 +1165,7 @@ def test_a_free_shard_is_left_to_the_member_that_should_have_it() -> None:
         a = await pair.enter()
         b = await pair.enter()
         await asyncio.sleep(10)
-        target = owners(16, a.engine.membership.fit)
+        target = owners(16, a.engine.membership.eligible)
         shard_id = next(n for n, owner in enumerate(target) if owner == b.engine.membership.instance_id)
         pair.lines[1].hold("shards")  # b does not look
         await pair.database.release([b.engine.shards[shard_id].fence])

@@ -10,7 +10,7 @@ import pytest
 from engine_world import check_shard
 
 from duetime.domain.timer import BEFORE_ALL, Extras, Position, Settlement, Timer, TimerKey
-from duetime.engine.shard import UNKNOWN, Entry, Op, Phase, Shard, Written, end_of
+from duetime.engine.shard import UNKNOWN, Entry, PendingWrite, Phase, Shard, Written, end_of
 from duetime.errors import Busy, NotOwner, OutcomeUnknown, StoreUnavailable
 from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable
 from duetime.testing import make_reached, make_timer
@@ -687,7 +687,7 @@ class TestRecovery:
             for entry in entries:
                 bench.shard.stall(entry)
             bench.write(timer("b", payload="new"))
-            async with bench.shard.alone(timer("c").key):
+            async with bench.shard.key_lock(timer("c").key):
                 bench.recover({A: Found(), timer("d").key: Found()})
                 assert [entry.phase for entry in entries[:3]] == [Phase.WRITING] * 3
                 assert phase_of(entries[3]) is Phase.GONE
@@ -1071,7 +1071,7 @@ class TestExpiry:
 
     def test_only_what_a_user_was_told_about_can_be_given_up(self) -> None:
         async def story(bench: Bench) -> None:
-            op = Op(timer(), [], [], 0)
+            op = PendingWrite(timer(), [], [], 0)
             assert not op.is_given_up
             op.told = True
             assert op.is_given_up
@@ -1085,7 +1085,7 @@ class TestReadingBeforeWriting:
     def test_a_timer_that_is_placed_while_somebody_reads_it_is_armed_when_he_is_done(self) -> None:
         async def story(bench: Bench) -> None:
             assert not bench.shard.is_held(A)
-            async with bench.shard.alone(A):
+            async with bench.shard.key_lock(A):
                 assert bench.shard.is_held(A)
                 bench.load([timer()])
                 assert phase_of(bench.shard.entries[A]) is Phase.WRITING
@@ -1096,12 +1096,12 @@ class TestReadingBeforeWriting:
 
     def test_one_that_he_writes_is_not(self) -> None:
         async def story(bench: Bench) -> None:
-            async with bench.shard.alone(A):
+            async with bench.shard.key_lock(A):
                 bench.load([timer()])
                 bench.write(timer(payload="2"))
             assert phase_of(bench.shard.entries[A]) is Phase.WRITING
             batch = bench.take()
-            async with bench.shard.alone(A):
+            async with bench.shard.key_lock(A):
                 pass
             assert phase_of(bench.shard.entries[A]) is Phase.WRITING
             bench.shard.committed(batch, Committed())
@@ -1112,11 +1112,11 @@ class TestReadingBeforeWriting:
     def test_one_that_is_armed_queued_or_in_flight_is_left_alone(self) -> None:
         async def story(bench: Bench) -> None:
             entry = bench.put(timer())
-            async with bench.shard.alone(A):
+            async with bench.shard.key_lock(A):
                 pass
             assert phase_of(entry) is Phase.ARMED
             bench.send(entry)
-            async with bench.shard.alone(A):
+            async with bench.shard.key_lock(A):
                 pass
             assert phase_of(entry) is Phase.SENDING
 
@@ -1124,7 +1124,7 @@ class TestReadingBeforeWriting:
 
     def test_one_that_is_not_in_memory_may_be_read_too(self) -> None:
         async def story(bench: Bench) -> None:
-            async with bench.shard.alone(A):
+            async with bench.shard.key_lock(A):
                 pass
             assert bench.shard.entries == {}
 
@@ -1135,7 +1135,7 @@ class TestReadingBeforeWriting:
             order: list[str] = []
 
             async def one(name: str) -> None:
-                async with bench.shard.alone(A):
+                async with bench.shard.key_lock(A):
                     order.append(name)
                     await asyncio.sleep(1)
                     order.append(name)

@@ -12,7 +12,7 @@ from engine_world import URL, World, in_world
 from duetime.domain.timer import Namespace, NamespaceSpec, State, TimerKey, TimerPatch, TimerSpec, Verdict, shard_of
 from duetime.errors import MemberDead, OutcomeUnknown, StoreError, StoreUnavailable, UnreadableTimer
 from duetime.service.status import instance_status
-from duetime.store import Batch, Claim, Committed, Page, ShardRow, Stretch, guarded
+from duetime.store import Batch, Claim, Committed, Page, PageRequest, ShardRow, guarded
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
@@ -67,10 +67,10 @@ def test_of_a_write_that_ends_like_that_nobody_knows_and_a_read_may_be_repeated(
 class OneUnreadableShard(MemoryStore):
     """A page of shard 3 is an error of the whole call, whatever else was asked for in it."""
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        if any(stretch.shard_id == 3 for stretch in stretches):
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page]:
+        if any(request.shard_id == 3 for request in requests):
             raise StoreUnavailable("shard 3")
-        return await super().load(stretches)
+        return await super().load(requests)
 
 
 def test_a_shard_whose_pages_fail_keeps_no_other_of_the_same_call_from_loading() -> None:
@@ -280,11 +280,11 @@ def test_a_shard_that_cannot_be_recovered_leaves_memory_for_the_others() -> None
 class HangingShards(MemoryStore):
     """A load that names one of the first eight shards fails, after ten seconds."""
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        if any(stretch.shard_id < 8 for stretch in stretches):
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page]:
+        if any(request.shard_id < 8 for request in requests):
             await asyncio.sleep(10)
             raise StoreUnavailable("no answer")
-        return await super().load(stretches)
+        return await super().load(requests)
 
 
 def test_loads_that_hang_do_not_take_the_loaders_from_the_other_shards() -> None:

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from engine_world import URL, World, in_world
 
-from duetime.cluster.forwarding import CreateOrder, Forward
+from duetime.cluster.forwarding import CreateCommand, Forward
 from duetime.delivery import Attempt
 from duetime.domain.instants import LATEST_MS
 from duetime.domain.timer import (
+    AttemptResult,
     Contact,
-    Ending,
     Missed,
     NamespaceSpec,
     Outcome,
@@ -122,10 +122,10 @@ def test_without_a_url_of_its_own_a_timer_has_that_of_its_namespace_and_one_of_t
         await world.create("x", HOUR_MS)
         with pytest.raises(InvalidField, match="callbackUrl is required"):
             await world.service.update(X, TimerPatch(callback_url=None))
-        await world.service.create_namespace(NamespaceSpec(name="orders", callback_url="http://shop.test/orders"))
-        spec = TimerSpec(namespace="orders", timer_id="x", delay_ms=HOUR_MS)
+        await world.service.create_namespace(NamespaceSpec(name="commands", callback_url="http://shop.test/orders"))
+        spec = TimerSpec(namespace="commands", timer_id="x", delay_ms=HOUR_MS)
         assert (await world.service.create(spec)).view.timer.callback_url == "http://shop.test/orders"
-        key = TimerKey("orders", "x")
+        key = TimerKey("commands", "x")
         updated = await world.service.update(key, TimerPatch(callback_url=URL))
         assert updated.view.timer.callback_url == URL
         updated = await world.service.update(key, TimerPatch(callback_url=None))
@@ -223,8 +223,8 @@ def test_if_absent_with_a_delay_does_not_compare_times_since_a_repeated_request_
 
 def test_if_absent_compares_the_time_that_was_asked_for_and_not_that_of_a_retry() -> None:
     async def story(world: World) -> None:
-        async def fails(attempt: Attempt) -> Outcome:
-            return Outcome(Contact.BROKEN)
+        async def fails(attempt: Attempt) -> AttemptResult:
+            return AttemptResult(Contact.BROKEN)
 
         world.destinations.answers[URL] = fails
         at_ms = world.clock.wall_ms() + 1_000
@@ -248,7 +248,7 @@ def test_if_absent_finds_a_timer_that_is_over_and_does_not_fire_it_again() -> No
         assert again.existed
         assert again.view.state is State.DELIVERED
         assert again.view.reached is not None
-        assert again.view.reached.ending is Ending.DELIVERED
+        assert again.view.reached.outcome is Outcome.DELIVERED
         with pytest.raises(Conflict, match="is different"):
             await world.service.create(spec_at(at_ms, payload="2", if_absent=True))
         await asyncio.sleep(60)
@@ -317,7 +317,7 @@ def test_a_forwarded_create_that_has_to_wait_is_not_overtaken_by_a_later_one(wai
         spec = TimerSpec(namespace="default", timer_id="a", delay_ms=1_000, callback_url=URL, payload="1")
         first_spec = msgspec.structs.replace(spec, if_absent=waits_for == "get_many")
         version = world.engine.shards[0].fence.version
-        first = world.service.take(Forward("1", 0, version, CreateOrder(first_spec)))
+        first = world.service.take(Forward("1", 0, version, CreateCommand(first_spec)))
         await asyncio.sleep(0.1)
         if waits_for == "namespaces":
             world.engine.namespaces._fresh_until_ms = clock.boot_ms() + 60_000

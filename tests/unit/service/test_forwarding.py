@@ -8,7 +8,7 @@ import pytest
 from engine_world import URL, World
 from two_instances import Wires, of_two, owned_by
 
-from duetime.cluster.forwarding import CreateOrder, DeleteOrder, Forward, OrderAnswer, Peer, UpdateOrder
+from duetime.cluster.forwarding import CommandAnswer, CreateCommand, DeleteCommand, Forward, Peer, UpdateCommand
 from duetime.domain.timer import (
     Created,
     NamespaceSpec,
@@ -103,7 +103,7 @@ def test_case_26_a_forward_goes_one_hop_and_is_refused_rather_than_passed_on() -
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(b)
         spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1_000, callback_url=URL)
-        misled = Forward("id", shard_of(timer_id, 16), 1, CreateOrder(spec))
+        misled = Forward("id", shard_of(timer_id, 16), 1, CreateCommand(spec))
         with pytest.raises(NotOwner) as refused:
             await a.service.take(misled)
         assert (refused.value.status, refused.value.retry_after_seconds) == (503, 1)
@@ -201,12 +201,12 @@ def test_wishes_about_the_shards_of_an_instance_that_leaves_wait_for_the_next_ow
 
 
 def order_to(
-    world: World, timer_id: str, order_id: str = "id", *, payload: str | None = None, later: int = 0
+    world: World, timer_id: str, command_id: str = "id", *, payload: str | None = None, later: int = 0
 ) -> Forward:
     """A create for a shard of this instance, in the version it has (or a later one)."""
     shard_id = shard_of(timer_id, 16)
     spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=60_000, callback_url=URL, payload=payload)
-    return Forward(order_id, shard_id, world.engine.shards[shard_id].fence.version + later, CreateOrder(spec))
+    return Forward(command_id, shard_id, world.engine.shards[shard_id].fence.version + later, CreateCommand(spec))
 
 
 def test_an_order_of_another_version_of_the_shard_is_refused() -> None:
@@ -230,7 +230,7 @@ def test_an_order_for_a_shard_that_is_being_given_away_is_refused() -> None:
         create = order_to(a, timer_id)
         with pytest.raises(NotOwner):
             await a.service.take(create)
-        delete = DeleteOrder(TimerKey("default", timer_id))
+        delete = DeleteCommand(TimerKey("default", timer_id))
         with pytest.raises(NotOwner):  # whether there is such a timer is not looked up any more
             await a.service.take(Forward("d", create.shard_id, create.version, delete))
         with pytest.raises(NotOwner):
@@ -271,9 +271,9 @@ def test_every_kind_of_order_is_carried_out_for_another_instance() -> None:
         timer_id = owned_by(a)
         key, create = TimerKey("default", timer_id), order_to(a, timer_id)
         await a.service.take(create)
-        update = Forward("u", create.shard_id, create.version, UpdateOrder(key, TimerPatch(delay_ms=90_000)))
+        update = Forward("u", create.shard_id, create.version, UpdateCommand(key, TimerPatch(delay_ms=90_000)))
         assert isinstance(await a.service.take(update), Updated)
-        delete = Forward("d", create.shard_id, create.version, DeleteOrder(key))
+        delete = Forward("d", create.shard_id, create.version, DeleteCommand(key))
         assert await a.service.take(delete) is Verdict.CANCELLED
 
     of_two(story)
@@ -284,13 +284,13 @@ def test_an_order_that_the_owner_cannot_accept_gets_the_owners_error() -> None:
         timer_id = owned_by(a)
         good = order_to(a, timer_id)
         spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1, callback_url="gopher://x")
-        answer = a.service.take(Forward("bad", good.shard_id, good.version, CreateOrder(spec)))
+        answer = a.service.take(Forward("bad", good.shard_id, good.version, CreateCommand(spec)))
         assert a.service.taken("bad") is answer, "what is refused is remembered too"
         with pytest.raises(InvalidField, match="callbackUrl"):
             await answer
         nowhere = TimerSpec(namespace="nowhere", timer_id=timer_id, delay_ms=1, callback_url=URL)
         with pytest.raises(NotFound, match="There is no namespace"):
-            await a.service.take(Forward("nowhere", good.shard_id, good.version, CreateOrder(nowhere)))
+            await a.service.take(Forward("nowhere", good.shard_id, good.version, CreateCommand(nowhere)))
 
     of_two(story)
 
@@ -327,7 +327,7 @@ def test_a_create_of_another_instance_waits_for_a_write_about_the_same_timer() -
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         shard = a.engine.shards[shard_of(timer_id, 16)]
-        async with shard.alone(TimerKey("default", timer_id)):
+        async with shard.key_lock(TimerKey("default", timer_id)):
             taken = a.service.take(order_to(a, timer_id))
             await asyncio.sleep(5)
             assert not taken.done()
@@ -345,7 +345,7 @@ def test_old_orders_are_forgotten_and_those_not_decided_are_not(monkeypatch: pyt
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         shard = a.engine.shards[shard_of(timer_id, 16)]
-        async with shard.alone(TimerKey("default", timer_id)):
+        async with shard.key_lock(TimerKey("default", timer_id)):
             pending = a.service.take(order_to(a, timer_id, "pending"))
             for number in range(100):
                 with pytest.raises(NotOwner):
@@ -386,7 +386,7 @@ def test_many_undecided_orders_do_not_make_a_new_one_expensive(monkeypatch: pyte
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         shard = a.engine.shards[shard_of(timer_id, 16)]
-        async with shard.alone(TimerKey("default", timer_id)):
+        async with shard.key_lock(TimerKey("default", timer_id)):
             pending = [a.service.take(order_to(a, timer_id, f"p{number}")) for number in range(30)]
             assert [a.service.taken(f"p{number}") for number in range(30)] == pending, "none is forgotten"
         for answer in pending:
@@ -421,7 +421,7 @@ def test_an_order_that_was_certainly_not_applied_is_given_again_under_another_id
         with pytest.raises(NotOwner, match="simulated"):
             await a.create(owned_by(b))
         assert 2_000 <= a.clock.boot_ms() - began < 2_600
-        assert len({forward.order_id for _, forward in wires.sent}) == len(wires.sent)
+        assert len({forward.command_id for _, forward in wires.sent}) == len(wires.sent)
         assert 10 <= len(wires.sent) <= 25, "with pauses that grow"
         assert a.engine.telemetry.forwards.by_label == {"not_applied": len(wires.sent)}
 
@@ -446,7 +446,7 @@ def test_an_order_names_the_version_and_the_shard_and_goes_to_the_owner_with_its
         asked: list[Peer] = []
         arrive = wires.forward
 
-        async def kept(peer: Peer, forward: Forward) -> OrderAnswer:
+        async def kept(peer: Peer, forward: Forward) -> CommandAnswer:
             asked.append(peer)
             return await arrive(peer, forward)
 
@@ -466,15 +466,15 @@ def test_nobody_is_asked_when_no_owner_is_known_or_the_owner_known_is_this_insta
         timer_id = owned_by(b)
         shard_id = shard_of(timer_id, 16)
         row = a.engine.rows[shard_id]
-        order = CreateOrder(TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1, callback_url=URL))
+        command = CreateCommand(TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1, callback_url=URL))
         mine = a.engine.membership.instance_id
         for owner_id in (None, "somebody who is dead", mine):
             a.engine.rows[shard_id] = type(row)(shard_id, row.version, row.nonce, owner_id, row.owner_address)
             with pytest.raises(NotOwner):
-                await a.service._try_at_owner(shard_id, order)
+                await a.service._try_at_owner(shard_id, command)
         del a.engine.rows[shard_id]
         with pytest.raises(NotOwner):
-            await a.service._try_at_owner(shard_id, order)
+            await a.service._try_at_owner(shard_id, command)
         a.engine.rows[shard_id] = row
         assert wires.sent == []
 

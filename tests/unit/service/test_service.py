@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from duetime.delivery import Attempt
 from duetime.domain.timer import (
     SHARDS_MAX,
+    AttemptResult,
     Contact,
     Created,
-    Ending,
     Missed,
     Namespace,
     NamespaceSpec,
@@ -80,7 +80,7 @@ def hanging(world: World) -> asyncio.Event:
     """Deliveries stay in flight until the event is set."""
     answered = asyncio.Event()
 
-    async def hangs(attempt: Attempt) -> Outcome:
+    async def hangs(attempt: Attempt) -> AttemptResult:
         await answered.wait()
         return OK
 
@@ -206,7 +206,7 @@ def test_a_delete_in_flight_records_the_attempt_that_was_made() -> None:
         in_flight, waiting = (await world.get("a")).reached, (await world.get("b")).reached
         assert in_flight is not None
         assert waiting is not None
-        assert (in_flight.ending, waiting.ending) == (Ending.CANCELLED, Ending.CANCELLED)
+        assert (in_flight.outcome, waiting.outcome) == (Outcome.CANCELLED, Outcome.CANCELLED)
         assert (in_flight.timer.attempts, waiting.timer.attempts) == (1, 0)
         answered.set()
         await asyncio.sleep(10)
@@ -277,7 +277,7 @@ def test_creates_updates_and_deletes_are_counted() -> None:
         await world.service.update(A, TimerPatch(payload="1"))
         await world.service.delete(A)
         assert (telemetry.created.value, telemetry.updated.value, telemetry.deleted.value) == (2, 1, 1)
-        assert telemetry.endings.by_label == {"cancelled": 1}
+        assert telemetry.outcomes.by_label == {"cancelled": 1}
 
     in_world(story)
 
@@ -371,9 +371,9 @@ def test_a_create_that_has_begun_to_fire_is_not_said_to_be_refused() -> None:
         shop = await _make_shop(world)
         answered = asyncio.Event()
 
-        async def slow(attempt: Attempt) -> Outcome:
+        async def slow(attempt: Attempt) -> AttemptResult:
             await answered.wait()
-            return Outcome(Contact.ANSWERED, 200)
+            return AttemptResult(Contact.ANSWERED, 200)
 
         world.destinations.answers[URL] = slow
         commit, reading = store.hold("commit"), store.hold("namespaces")
@@ -804,7 +804,7 @@ def test_a_store_is_guarded_once() -> None:
 
 
 def test_what_a_store_says_nothing_about_is_the_careful_choice() -> None:
-    plain = Capabilities(name="x", batch_max=1, payload_bytes_max=1, lanes=1)
+    plain = Capabilities(name="x", batch_max=1, payload_bytes_max=1, parallel_commits=1)
     assert (plain.exclusive, plain.durable) == (False, True)
     assert (plain.time_resolution_ms, plain.clock_error_ms) == (1, 0)
     assert plain.batch_chars_max == 8 * 1024 * 1024

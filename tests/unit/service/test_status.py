@@ -9,10 +9,10 @@ import msgspec
 from engine_world import OK, URL, World
 
 from duetime.api.encode import encode_cluster_status
-from duetime.cluster.forwarding import Forward, OrderAnswer, Peer
+from duetime.cluster.forwarding import CommandAnswer, Forward, Peer
 from duetime.delivery import Attempt
 from duetime.domain.status import ClusterStatus, InstanceStatus, MemberStatus
-from duetime.domain.timer import Contact, Outcome
+from duetime.domain.timer import AttemptResult, Contact
 from duetime.errors import Unserved
 from duetime.service.service import Service
 from duetime.store import Member
@@ -27,7 +27,7 @@ class Wires:
         self.services: dict[str, Service] = {}
         self.instead: dict[str, Callable[[], Awaitable[InstanceStatus]]] = {}
 
-    async def forward(self, peer: Peer, forward: Forward) -> OrderAnswer:
+    async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
         return await self.services[peer.address].take(forward)
 
     async def status(self, peer: Peer) -> InstanceStatus:
@@ -120,7 +120,7 @@ def test_figures_are_those_of_all_members_together_or_at_their_worst() -> None:
     async def story(cluster: Cluster) -> None:
         a = cluster.worlds["a"]
 
-        async def hangs(attempt: Attempt) -> Outcome:
+        async def hangs(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(100)
             return OK
 
@@ -147,8 +147,8 @@ def test_a_destination_whose_breaker_is_open_is_named() -> None:
     async def story(cluster: Cluster) -> None:
         a = cluster.worlds["a"]
 
-        async def broken(attempt: Attempt) -> Outcome:
-            return Outcome(Contact.BROKEN, error="connection refused")
+        async def broken(attempt: Attempt) -> AttemptResult:
+            return AttemptResult(Contact.BROKEN, error="connection refused")
 
         a.destinations.answers[URL] = broken
         await asyncio.gather(*(a.create(f"t{n}", 1_000) for n in range(300)))
@@ -317,7 +317,7 @@ def test_only_destinations_that_timers_wait_for_are_named() -> None:
         a = cluster.worlds["a"]
         assert own_words(await cluster.ask(), "a").held_for == ()
 
-        async def hangs(attempt: Attempt) -> Outcome:
+        async def hangs(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(100)
             return OK
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duetime.domain.timer import BEFORE_ALL, Position, Timer
-from duetime.store import Page, Stretch
+from duetime.store import Page, PageRequest
 from duetime.stores.cassandra.address import TooManyDeleted
 from duetime.stores.cassandra.ranges import Ranges, _number_of, _position_of, end_of
 from duetime.stores.cassandra.reads import Reader
@@ -163,7 +163,7 @@ async def test_a_page_is_not_kept_waiting_for_all_that_was_deleted_and_nothing_i
     after: Position | None = end_of(49_999)  # the first reads only find out how narrow a range must be
     pages = 0
     while after is not None:
-        [page] = await reader.load([Stretch(0, after, LAST_MS, limit)])
+        [page] = await reader.load([PageRequest(0, after, LAST_MS, limit)])
         assert isinstance(page, Page)
         assert len(page.timers) <= limit
         assert page.next is None or page.next > after

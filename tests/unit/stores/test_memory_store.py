@@ -6,7 +6,7 @@ import pytest
 
 from duetime.domain.timer import BEFORE_ALL, TimerKey
 from duetime.errors import FailedOver, ShardLost
-from duetime.store import Batch, Claim, Fence, Found, ListQuery, Member, Page, ShardRow, Stretch, open_store
+from duetime.store import Batch, Claim, Fence, Found, ListQuery, Member, Page, PageRequest, ShardRow, open_store
 from duetime.stores.memory import MemoryStore
 from duetime.testing import make_reached, make_timer
 
@@ -29,13 +29,13 @@ def test_a_url_gives_a_store_of_its_own_which_says_what_it_is() -> None:
     assert isinstance(store, MemoryStore)
     assert open_store("memory://") is not store
     capabilities = store.capabilities
-    assert (capabilities.durable, capabilities.lanes, capabilities.exclusive) == (False, 1, False)
+    assert (capabilities.durable, capabilities.parallel_commits, capabilities.exclusive) == (False, 1, False)
     assert capabilities.payload_bytes_max == 16_777_216
 
 
 async def test_a_shard_that_was_never_made_is_free_empty_and_cannot_be_had(store: MemoryStore) -> None:
     assert await store.claim([Claim(5, 0, 7, "me", "here:1", 1)]) == [ShardRow(5)]
-    assert await store.load([Stretch(5, BEFORE_ALL, 1 << 60, 10)]) == [Page((), None)]
+    assert await store.load([PageRequest(5, BEFORE_ALL, 1 << 60, 10)]) == [Page((), None)]
     assert await store.get_many([(5, TimerKey("test", "a"))]) == [Found()]
     [lost] = await store.commit([Batch(Fence(5, 1, 7))])
     assert isinstance(lost, ShardLost)
@@ -49,9 +49,9 @@ async def test_a_page_of_just_the_limit_with_nothing_behind_it_is_the_end(store:
     fence = await owned(store)
     timers = [make_timer(f"t{n}", 1_000 + n) for n in range(3)]
     await store.commit([Batch(fence, timers, (), [make_reached(timer) for timer in timers])])
-    [page] = await store.load([Stretch(0, BEFORE_ALL, 1 << 60, 3)])
+    [page] = await store.load([PageRequest(0, BEFORE_ALL, 1 << 60, 3)])
     assert page == Page(timers, None)
-    [page] = await store.load([Stretch(0, BEFORE_ALL, 1 << 60, 2)])
+    [page] = await store.load([PageRequest(0, BEFORE_ALL, 1 << 60, 2)])
     assert page == Page(timers[:2], timers[1].position)
     query = ListQuery(namespace="test", num_shards=1, limit=3)
     assert (await store.list_timers(query)).next is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from duetime.domain.timer import BEFORE_ALL, Ending, Extras, Position, Reached, Timer, shard_of, uuid_of
+from duetime.domain.timer import BEFORE_ALL, Extras, Outcome, Position, Reached, Timer, shard_of, uuid_of
 from duetime.store import Listing, ListQuery
 from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Item, Piece, Scan, matches, merged
 from duetime.stores.rows import LARGEST, LAST_MS
@@ -36,8 +36,8 @@ def timer(number: int, at_ms: int | None = None, **fields: Any) -> Timer:
     )
 
 
-def reached(number: int, ending: Ending = Ending.DELIVERED, **fields: Any) -> Reached:
-    return Reached(timer=timer(number, **fields), ending=ending, reached_at_ms=5, purge_at_ms=9_000 + number)
+def reached(number: int, outcome: Outcome = Outcome.DELIVERED, **fields: Any) -> Reached:
+    return Reached(timer=timer(number, **fields), outcome=outcome, reached_at_ms=5, purge_at_ms=9_000 + number)
 
 
 class Database:
@@ -115,12 +115,12 @@ async def test_where_nothing_is_stored_the_answer_is_empty_and_the_end() -> None
 
 
 async def test_reached_timers_are_told_apart_by_their_ending_and_bounded_by_the_time_asked_for() -> None:
-    rows = [reached(n, Ending.FAILED if n % 2 else Ending.DELIVERED) for n in range(20)]
+    rows = [reached(n, Outcome.FAILED if n % 2 else Outcome.DELIVERED) for n in range(20)]
     database = Database(rows)
-    assert await database.walk(limit=3, endings=frozenset({Ending.FAILED})) == rows[1::2]
-    both = frozenset({Ending.FAILED, Ending.DELIVERED})
+    assert await database.walk(limit=3, outcomes=frozenset({Outcome.FAILED})) == rows[1::2]
+    both = frozenset({Outcome.FAILED, Outcome.DELIVERED})
     due = {"due_from_ms": 1_005, "due_until_ms": 1_008}  # their purge times are far from these
-    assert await database.walk(limit=3, endings=both, **due) == rows[5:8]
+    assert await database.walk(limit=3, outcomes=both, **due) == rows[5:8]
     assert {scan.until_ms for scan in database.calls[0]} == {LAST_MS}
     listing = await database.page(after=BEFORE_ALL)
     assert (listing.reached, listing.timers) == (rows[5:8], ())
@@ -160,11 +160,11 @@ async def test_each_filter_keeps_what_it_names(fields: dict[str, Any], expected:
         timer(3, correlation_id="c"),
         timer(4),
     ]
-    rows = [Reached(timer=each, ending=Ending.FAILED, reached_at_ms=5, purge_at_ms=9_000) for each in timers]
-    query = ListQuery(num_shards=SHARDS, endings=frozenset({Ending.FAILED}), **{"namespace": "ours", **fields})
+    rows = [Reached(timer=each, outcome=Outcome.FAILED, reached_at_ms=5, purge_at_ms=9_000) for each in timers]
+    query = ListQuery(num_shards=SHARDS, outcomes=frozenset({Outcome.FAILED}), **{"namespace": "ours", **fields})
     assert [number for number, each in enumerate(timers) if matches(query, each)] == expected
     assert [number for number, row in enumerate(rows) if matches(query, row)] == expected
-    assert not any(matches(replace(query, endings=frozenset({Ending.SKIPPED})), row) for row in rows)
+    assert not any(matches(replace(query, outcomes=frozenset({Outcome.SKIPPED})), row) for row in rows)
 
 
 async def test_one_call_looks_at_a_bounded_number_of_rows_and_says_where_to_go_on() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from duetime.domain.instants import LATEST_MS
-from duetime.domain.timer import NO_EXTRAS, Ending, Extras, Missed, RetryPolicy, Timer
+from duetime.domain.timer import NO_EXTRAS, Extras, Missed, Outcome, RetryPolicy, Timer
 from duetime.stores.rows import (
     FIRST_MS,
     KEY_COLUMNS,
@@ -66,7 +66,7 @@ def test_each_value_stands_in_its_column() -> None:
 
 
 def test_the_end_of_a_timer_is_stored_under_its_own_key_with_the_timers_key_behind() -> None:
-    reached = make_reached(FULL, Ending.FAILED, reached_at_ms=77, purge_at_ms=88)
+    reached = make_reached(FULL, Outcome.FAILED, reached_at_ms=77, purge_at_ms=88)
     row = dict(zip(REACHED_COLUMNS, reached_values(reached), strict=True))
     assert tuple(row[name] for name in KEY_COLUMNS) == reached.position
     assert {name: row[name] for name in REACHED_COLUMNS[len(TIMER_COLUMNS) :]} == {
@@ -92,7 +92,7 @@ ONE_FIELD_EACH = [
 @pytest.mark.parametrize("timer", [FULL, PLAIN, *ONE_FIELD_EACH])
 def test_what_is_written_comes_back(timer: Timer) -> None:
     assert timer_of(timer_values(timer)) == timer
-    reached = make_reached(timer, Ending.SKIPPED, reached_at_ms=77, purge_at_ms=88)
+    reached = make_reached(timer, Outcome.SKIPPED, reached_at_ms=77, purge_at_ms=88)
     assert reached_of(reached_values(reached)) == reached
 
 

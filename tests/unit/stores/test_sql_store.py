@@ -9,7 +9,7 @@ import pytest
 
 from duetime.domain.timer import BEFORE_ALL, Namespace, TimerKey
 from duetime.errors import FailedOver, StoreUnavailable
-from duetime.store import Batch, Capabilities, Claim, Fence, ListQuery, Member, Stretch
+from duetime.store import Batch, Capabilities, Claim, Fence, ListQuery, Member, PageRequest
 from duetime.stores import sql_store
 from duetime.stores.sessions import CONNECT_SECONDS
 from duetime.stores.sql_store import MEMBERSHIP_SECONDS, READERS, STATEMENT_SECONDS, SqlStore
@@ -87,7 +87,7 @@ def database() -> Database:
 @pytest.fixture
 def store(database: Database) -> SqlStore:
     class SomeStore(SqlStore):
-        capabilities = Capabilities(name="some", batch_max=100, payload_bytes_max=100, lanes=3)
+        capabilities = Capabilities(name="some", batch_max=100, payload_bytes_max=100, parallel_commits=3)
         link = schema = words = reads = lists = database
 
     return SomeStore.from_url("some://host/db")
@@ -111,7 +111,7 @@ async def test_each_kind_of_work_has_sessions_of_its_own_with_their_number_and_l
 
 COMMITS, READS, CHANGES, LISTS, MEMBERSHIP = range(5)
 CLAIM = Claim(1, 0, 1, "me", "here:1", 0)
-STRETCH = Stretch(1, BEFORE_ALL, 1, 1)
+STRETCH = PageRequest(1, BEFORE_ALL, 1, 1)
 QUERY = ListQuery(namespace="n", num_shards=1)
 NAMESPACE = Namespace(name="n", num_shards=1, created_at_ms=0)
 

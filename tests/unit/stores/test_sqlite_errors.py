@@ -10,7 +10,7 @@ import pytest
 
 from duetime.domain.timer import BEFORE_ALL, Timer
 from duetime.errors import OutcomeUnknown, StoreUnavailable
-from duetime.store import Batch, Claim, Fence, Stretch
+from duetime.store import Batch, Claim, Fence, PageRequest
 from duetime.stores.sqlite.store import MAY_HAVE_COMMITTED, SqliteStore, store_error
 from duetime.testing import make_timer
 
@@ -93,7 +93,7 @@ async def _claimed(store: SqliteStore) -> Fence:
 
 
 async def _stored(store: SqliteStore) -> list[Timer]:
-    return list((await store.load([Stretch(0, BEFORE_ALL, 1 << 60, 1_000)]))[0].timers)
+    return list((await store.load([PageRequest(0, BEFORE_ALL, 1 << 60, 1_000)]))[0].timers)
 
 
 async def _restarted(store: SqliteStore) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import apsw
 import pytest
 
-from duetime.domain.timer import BEFORE_ALL, Ending, TimerKey
+from duetime.domain.timer import BEFORE_ALL, Outcome, TimerKey
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
-from duetime.store import Batch, Claim, Committed, Fence, Found, ListQuery, Page, Stretch, open_store
+from duetime.store import Batch, Claim, Committed, Fence, Found, ListQuery, Page, PageRequest, open_store
 from duetime.stores.sqlite.store import SqliteStore
 from duetime.testing import make_reached, make_timer
 
@@ -77,7 +77,7 @@ async def test_a_killed_process_leaves_the_file_free_and_its_commits_in_it(tmp_p
             await opened(path)
         process.send_signal(signal.SIGKILL)
     store = await opened(path)
-    assert list((await store.load([Stretch(0, BEFORE_ALL, 1 << 60, 10)]))[0].timers) == [make_timer()]
+    assert list((await store.load([PageRequest(0, BEFORE_ALL, 1 << 60, 10)]))[0].timers) == [make_timer()]
     await store.close()
 
 
@@ -212,7 +212,7 @@ async def test_a_commit_whose_caller_gave_up_is_done_all_the_same(tmp_path: Path
     with pytest.raises(asyncio.CancelledError):
         await task
     await store.commit([Batch(fence)])  # behind it in the queue
-    assert list((await store.load([Stretch(0, BEFORE_ALL, 1 << 60, 10)]))[0].timers) == [make_timer()]
+    assert list((await store.load([PageRequest(0, BEFORE_ALL, 1 << 60, 10)]))[0].timers) == [make_timer()]
     await store.close()
 
 
@@ -223,7 +223,7 @@ async def test_timer_schedules_shows_each_timer_once_as_text(tmp_path: Path) -> 
     at_ms = 1_763_100_000_007
     waiting = make_timer("waiting", at_ms + 5_000, scheduled_at_ms=at_ms, created_at_ms=0, correlation_id="trace")
     ended = [
-        make_reached(make_timer("over", at_ms, created_at_ms=1, generation=g), Ending.FAILED, reached_at_ms=at_ms + g)
+        make_reached(make_timer("over", at_ms, created_at_ms=1, generation=g), Outcome.FAILED, reached_at_ms=at_ms + g)
         for g in (1, 2)
     ]
     earlier = make_reached(make_timer("waiting", at_ms), reached_at_ms=at_ms)
@@ -283,7 +283,7 @@ async def test_a_text_that_is_no_utf8_spoils_its_own_row_only(tmp_path: Path, co
     await store.commit([Batch(fence, timers)])
     await spoil(path, column, "t-1")
     good = [timers[0], *timers[2:]]
-    [page] = await store.load([Stretch(0, BEFORE_ALL, 500, 50)])
+    [page] = await store.load([PageRequest(0, BEFORE_ALL, 500, 50)])
     assert (list(page.timers), page.next) == (good, None)
     assert [(item.position, item.timer_id) for item in page.unreadable] == [(timers[1].position, "t-1")]
     found = await store.get_many([(0, timer.key) for timer in timers])
@@ -293,7 +293,7 @@ async def test_a_text_that_is_no_utf8_spoils_its_own_row_only(tmp_path: Path, co
     assert (list(listing.timers), listing.unreadable) == (good, 1)
     [put] = await store.commit([Batch(fence, [timers[1]])])
     assert put == Committed(frozenset({0}))
-    assert (await store.load([Stretch(0, BEFORE_ALL, 500, 50)])) == [Page(timers, None)]
+    assert (await store.load([PageRequest(0, BEFORE_ALL, 500, 50)])) == [Page(timers, None)]
     await store.close()
 
 
@@ -313,7 +313,7 @@ async def test_an_id_that_is_no_utf8_is_reported_without_it(tmp_path: Path) -> N
     store = await opened(path)
     await store.commit([Batch(await owned(store), [timer := make_timer("a")])])
     await spoil(path, "timer_id", "a")
-    [page] = await store.load([Stretch(0, BEFORE_ALL, 1 << 53, 50)])
+    [page] = await store.load([PageRequest(0, BEFORE_ALL, 1 << 53, 50)])
     assert [(item.position, item.namespace, item.timer_id) for item in page.unreadable] == [
         (timer.position, "test", "")
     ]

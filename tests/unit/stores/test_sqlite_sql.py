@@ -11,9 +11,9 @@ import apsw
 import pytest
 from msgspec.structs import replace
 
-from duetime.domain.timer import BEFORE_ALL, Ending, Extras, Position, Reached, Timer, TimerKey
+from duetime.domain.timer import BEFORE_ALL, Extras, Outcome, Position, Reached, Timer, TimerKey
 from duetime.errors import StoreUnavailable
-from duetime.store import Batch, Claim, Fence, Found, ListQuery, ShardRow, Stretch
+from duetime.store import Batch, Claim, Fence, Found, ListQuery, PageRequest, ShardRow
 from duetime.stores.rows import LARGEST
 from duetime.stores.sqlite import statements as sqlite_statements
 from duetime.stores.sqlite import store as sqlite
@@ -48,7 +48,7 @@ def timers(count: int = COUNT) -> list[Timer]:
 
 def ended(count: int = COUNT) -> list[Reached]:
     return [
-        replace(make_reached(timer, Ending.DELIVERED), purge_at_ms=9_000 + number)
+        replace(make_reached(timer, Outcome.DELIVERED), purge_at_ms=9_000 + number)
         for number, timer in enumerate(timers(count))
     ]
 
@@ -59,7 +59,7 @@ async def test_a_page_cut_by_its_byte_limit_is_not_the_end(store: SqliteStore, l
     found: list[Timer] = []
     after: Position | None = BEFORE_ALL
     while after is not None:
-        [page] = await store.load([Stretch(0, after, FAR_MS, limit)])
+        [page] = await store.load([PageRequest(0, after, FAR_MS, limit)])
         assert 0 < len(page.timers) <= limit
         assert page.next is None or page.next == page.timers[-1].position
         found += page.timers
@@ -78,29 +78,29 @@ async def test_many_timers_asked_for_at_once_are_all_found_in_the_order_asked(st
     assert await store.get_many([]) == []
 
 
-@pytest.mark.parametrize("endings", [frozenset[Ending](), frozenset({Ending.DELIVERED})])
+@pytest.mark.parametrize("outcomes", [frozenset[Outcome](), frozenset({Outcome.DELIVERED})])
 @pytest.mark.parametrize("limit", [3, 9, 100])
 async def test_a_list_over_rows_too_large_for_one_answer_is_whole(
-    store: SqliteStore, endings: frozenset[Ending], limit: int
+    store: SqliteStore, outcomes: frozenset[Outcome], limit: int
 ) -> None:
     first, second = await owned(store), await owned(store, 1)
     await store.commit([Batch(first, timers()[::2], reached=ended()[::2])])
     await store.commit([Batch(second, timers()[1::2], reached=ended()[1::2])])
-    query = ListQuery(namespace="test", num_shards=2, endings=endings, limit=limit)
+    query = ListQuery(namespace="test", num_shards=2, outcomes=outcomes, limit=limit)
     found: list[Timer | Reached] = []
     after: Position | None = BEFORE_ALL
     while after is not None:
         page = await store.list_timers(replace(query, after=after))
         found += [*page.timers, *page.reached]
         after = page.next
-    assert found == (ended() if endings else timers())
+    assert found == (ended() if outcomes else timers())
 
 
 async def test_one_row_too_large_for_an_answer_is_an_error_and_not_the_end(store: SqliteStore) -> None:
     huge = make_timer("huge", execute_at_ms=1_000, payload='"' + "x" * 30_000 + '"')
     await store.commit([Batch(await owned(store), [huge, *timers(2)])])
     with pytest.raises(StoreUnavailable, match="TooBig"):
-        await store.load([Stretch(0, BEFORE_ALL, FAR_MS, 10)])
+        await store.load([PageRequest(0, BEFORE_ALL, FAR_MS, 10)])
     with pytest.raises(StoreUnavailable, match="TooBig"):
         await store.get_many([(0, huge.key)])
     with pytest.raises(StoreUnavailable, match="TooBig"):
@@ -222,8 +222,8 @@ async def test_the_due_range_of_reached_timers_is_about_the_time_asked_for_and_n
     early = make_reached(make_timer("early", execute_at_ms=9_000), purge_at_ms=5_000)
     late = make_reached(make_timer("late", execute_at_ms=9_000), purge_at_ms=50_000)
     await store.commit([Batch(await owned(store), reached=[early, late])])
-    endings = frozenset({Ending.DELIVERED})
-    query = ListQuery(namespace="test", num_shards=1, endings=endings, due_from_ms=8_000, due_until_ms=10_000)
+    outcomes = frozenset({Outcome.DELIVERED})
+    query = ListQuery(namespace="test", num_shards=1, outcomes=outcomes, due_from_ms=8_000, due_until_ms=10_000)
     assert (await store.list_timers(query)).reached == [early, late]
 
 
@@ -260,7 +260,7 @@ async def test_a_timer_that_stands_in_the_way_of_another_is_an_error_and_neither
     await store.commit([Batch(fence, [first])])
     with pytest.raises(StoreUnavailable, match="Constraint"):
         await store.commit([Batch(fence, [second])])
-    [page] = await store.load([Stretch(0, BEFORE_ALL, FAR_MS, 10)])
+    [page] = await store.load([PageRequest(0, BEFORE_ALL, FAR_MS, 10)])
     assert page.timers == [first]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from duetime.domain.timer import BEFORE_ALL
 from duetime.errors import MemberDead, OutcomeUnknown, SchemaMismatch, SetupError, StoreUnavailable
-from duetime.store import Batch, Claim, Fence, ListQuery, Member, Stretch
+from duetime.store import Batch, Claim, Fence, ListQuery, Member, PageRequest
 from duetime.stores.sqlite import connection
 from duetime.stores.sqlite.connection import FileLock, Worker, connect, holder, migrate
 from duetime.stores.sqlite.store import MAY_HAVE_COMMITTED, SqliteStore, store_error, wipe
@@ -96,7 +96,7 @@ async def test_a_store_that_is_opened_again_holds_its_lock_again(path: Path) -> 
 
 def test_it_says_that_one_process_has_it_and_keeps_what_it_is_given() -> None:
     capabilities = SqliteStore.capabilities
-    assert (capabilities.exclusive, capabilities.durable, capabilities.lanes) == (True, True, 1)
+    assert (capabilities.exclusive, capabilities.durable, capabilities.parallel_commits) == (True, True, 1)
     assert capabilities.payload_bytes_max == 16_777_216
 
 
@@ -401,7 +401,7 @@ async def test_a_transaction_that_was_left_open_is_rolled_back_before_the_next_o
     assert store._write_db is not None
     store._write_db.execute("BEGIN IMMEDIATE; DELETE FROM timers")
     await store.commit([Batch(fence, [make_timer()])])
-    [page] = await store.load([Stretch(0, BEFORE_ALL, 1 << 60, 10)])
+    [page] = await store.load([PageRequest(0, BEFORE_ALL, 1 << 60, 10)])
     assert page.timers == [make_timer()]
     await store.close()
 

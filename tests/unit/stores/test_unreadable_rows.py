@@ -10,7 +10,7 @@ import pytest
 
 from duetime.domain.timer import BEFORE_ALL, Extras, Namespace, RetryPolicy, Timer, TimerKey
 from duetime.errors import MemberDead, OutcomeUnknown, StoreError, StoreUnavailable
-from duetime.store import Batch, Claim, Fence, Found, ListQuery, Member, Stretch, open_store
+from duetime.store import Batch, Claim, Fence, Found, ListQuery, Member, PageRequest, open_store
 from duetime.stores.fencing import reading, writing
 from duetime.stores.oracle import listing as oracle_listing
 from duetime.stores.oracle import rows as oracle_rows
@@ -155,7 +155,7 @@ FENCE = Fence(0, 1, 2)
 READS: dict[str, tuple[Any, ...]] = {
     "members": (),
     "shards": (),
-    "load": ([Stretch(0, BEFORE_ALL, 5, 5)],),
+    "load": ([PageRequest(0, BEFORE_ALL, 5, 5)],),
     "get_many": ([(0, TimerKey("test", "a"))],),
     "list_timers": (ListQuery(namespace="test", num_shards=2),),
     "namespaces": (),
@@ -266,7 +266,7 @@ async def test_a_page_of_theirs_goes_on_behind_it(
 ) -> None:
     timers = [full_timer(f"t-{number}", 100 + number) for number in range(4)]
     run = answering(monkeypatch, dialect, lambda sql: rows_of(dialect, timers, wrong))
-    [page] = await dialect[0].load(run, [Stretch(0, BEFORE_ALL, 500, 3)])
+    [page] = await dialect[0].load(run, [PageRequest(0, BEFORE_ALL, 500, 3)])
     assert page.timers == [timer for number, timer in enumerate(timers[:3]) if number != wrong]
     assert [(item.position, item.timer_id) for item in page.unreadable] == [(timers[wrong].position, f"t-{wrong}")]
     assert page.next == timers[2].position

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from duetime.domain.timer import Position, TimerKey
 from duetime.errors import StoreError, StoreUnavailable
-from duetime.store import Found, Listing, ListQuery, Page, ShardRow, Stretch
+from duetime.store import Found, Listing, ListQuery, Page, PageRequest, ShardRow
 from duetime.stores.cassandra.address import TooManyDeleted
 from duetime.stores.cassandra.connection import Line
 from duetime.stores.cassandra.ranges import Ranges, end_of
@@ -74,18 +74,18 @@ class Reader:
 
     # -- timers by time
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
         """Each by itself: replicas of one may be down."""
-        return await each_by_itself(stretches, [stretch.shard_id for stretch in stretches], self._load)
+        return await each_by_itself(requests, [request.shard_id for request in requests], self._load)
 
-    async def _load(self, stretch: Stretch) -> Page:
+    async def _load(self, request: PageRequest) -> Page:
         """Others wait for this page: it does not pass over all that was deleted at once."""
         found: list[Row] = []
-        after, chars = stretch.after, 0
-        count = min(stretch.limit, ROWS_PER_READ)
+        after, chars = request.after, 0
+        count = min(request.limit, ROWS_PER_READ)
         while True:
             rows, passed = await self._ranges.between(
-                self._say.load, stretch.shard_id, after, stretch.until_ms, count, READS_PER_PAGE
+                self._say.load, request.shard_id, after, request.until_ms, count, READS_PER_PAGE
             )
             found += rows
             chars += sum(len(row[_PAYLOAD] or "") for row in rows)
@@ -96,10 +96,10 @@ class Reader:
             if len(rows) < count:
                 return page_of(found, None)
             after = place_of(found[-1])
-            if len(found) >= stretch.limit or chars >= LOAD_CHARS_MAX:
+            if len(found) >= request.limit or chars >= LOAD_CHARS_MAX:
                 return page_of(found, after)
             room = max(ROWS_PER_READ, LOAD_CHARS_MAX // (chars // len(found) + 1))
-            count = min(stretch.limit - len(found), room)
+            count = min(request.limit - len(found), room)
 
     # -- timers by id
 
@@ -195,7 +195,7 @@ class Reader:
     async def _scan(self, query: ListQuery, scan: Scan, floors: Floors | None) -> Piece:
         if floors is None:  # there is no such shard
             return Piece((), True)
-        ended = bool(query.endings)
+        ended = bool(query.outcomes)
         floor_ms = floors.reached_from_ms if ended else floors.timers_from_ms
         after = scan.after if floor_ms is None else max(scan.after, end_of(floor_ms - 1))
         statement = self._say.list_reached if ended else self._say.load

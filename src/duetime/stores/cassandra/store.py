@@ -31,10 +31,10 @@ from duetime.store import (
     ListQuery,
     Member,
     Page,
+    PageRequest,
     ShardRow,
-    Stretch,
 )
-from duetime.stores.background import Begun
+from duetime.stores.background import BackgroundTasks
 from duetime.stores.cassandra import address, schema
 from duetime.stores.cassandra.address import Address
 from duetime.stores.cassandra.connection import Line, Link, connect
@@ -56,7 +56,11 @@ class CassandraStore:
     # A message may be no longer than half a segment of the commit log: 16 MiB as Cassandra comes, 8 MiB where that was
     # halved. A batch stays below whatever its characters are, four bytes each at most.
     capabilities = Capabilities(
-        name="cassandra", batch_max=1_000, batch_chars_max=1024 * 1024, payload_bytes_max=1024 * 1024, lanes=1
+        name="cassandra",
+        batch_max=1_000,
+        batch_chars_max=1024 * 1024,
+        payload_bytes_max=1024 * 1024,
+        parallel_commits=1,
     )
 
     def __init__(self, address: Address) -> None:
@@ -173,8 +177,8 @@ class CassandraStore:
         return await self._open.outliving(self._open.writer.commit(batches))
 
     @reading
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
-        return await self._open.reader.load(stretches)
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
+        return await self._open.reader.load(requests)
 
     @reading
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
@@ -214,7 +218,7 @@ class _Open:
         self.reader = Reader(data, say)
         self.lister = Reader(lists, say)
         self._lines = (data, lists, membership)
-        self._begun = Begun()
+        self._begun = BackgroundTasks()
         self.outliving = self._begun.outliving
 
     @classmethod

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from duetime.clock import SystemClock
 from duetime.errors import SetupError
-from duetime.stores.background import Begun
+from duetime.stores.background import BackgroundTasks
 from duetime.stores.dynamodb.clock import ServerClock
 
 try:
@@ -174,7 +174,7 @@ class Link:
         self.clock = ServerClock()
         self._boot_ms = SystemClock().boot_ms
         self._exit = contextlib.AsyncExitStack()
-        self._begun = Begun()
+        self._begun = BackgroundTasks()
         self.outliving = self._begun.outliving
         if address.ca_file is not None:
             try:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from duetime.domain.timer import Position, TimerKey
 from duetime.errors import StoreError
-from duetime.store import Found, Listing, ListQuery, Page, Stretch
+from duetime.store import Found, Listing, ListQuery, Page, PageRequest
 from duetime.stores.dynamodb import rows as items
 from duetime.stores.dynamodb.connection import Run
 from duetime.stores.dynamodb.rows import Item, number, text
@@ -85,20 +85,20 @@ async def rows_by_position(
         more["ExclusiveStartKey"] = answer["LastEvaluatedKey"]
 
 
-async def load(run: Run, tables: Tables, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
+async def load(run: Run, tables: Tables, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
     """Each by itself: one partition may be throttled, and the others not."""
-    answers_max = max(1, _ANSWERS_MAX // max(1, len(stretches)))
-    shard_ids = [stretch.shard_id for stretch in stretches]
-    return await each_by_itself(stretches, shard_ids, lambda stretch: _load(run, tables, stretch, answers_max))
+    answers_max = max(1, _ANSWERS_MAX // max(1, len(requests)))
+    shard_ids = [request.shard_id for request in requests]
+    return await each_by_itself(requests, shard_ids, lambda request: _load(run, tables, request, answers_max))
 
 
-async def _load(run: Run, tables: Tables, stretch: Stretch, answers_max: int) -> Page:
-    first = items.after(items.TIMER, _bound(stretch.after))
-    last = items.up_to(items.TIMER, bound_ms(stretch.until_ms))
-    found, ended = await rows_by_position(run, tables, stretch.shard_id, first, last, stretch.limit + 1, answers_max)
-    if ended and len(found) <= stretch.limit:
+async def _load(run: Run, tables: Tables, request: PageRequest, answers_max: int) -> Page:
+    first = items.after(items.TIMER, _bound(request.after))
+    last = items.up_to(items.TIMER, bound_ms(request.until_ms))
+    found, ended = await rows_by_position(run, tables, request.shard_id, first, last, request.limit + 1, answers_max)
+    if ended and len(found) <= request.limit:
         return page_of(found, None, items.READING)
-    del found[stretch.limit :]
+    del found[request.limit :]
     return page_of(found, items.position_of(found[-1]), items.READING)
 
 
@@ -148,7 +148,7 @@ async def _stored(run: Run, tables: Tables, shard_id: int, key: TimerKey, ends_m
 
 async def list_timers(run: Run, tables: Tables, query: ListQuery) -> Listing:
     """The service filters nothing that it does not charge for; so we do."""
-    row_type = items.REACHED if query.endings else items.TIMER
+    row_type = items.REACHED if query.outcomes else items.TIMER
 
     async def scanned(scan: Scan) -> Piece:
         first, last = items.after(row_type, _bound(scan.after)), items.up_to(row_type, bound_ms(scan.until_ms))

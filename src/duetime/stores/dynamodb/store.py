@@ -30,8 +30,8 @@ from duetime.store import (
     ListQuery,
     Member,
     Page,
+    PageRequest,
     ShardRow,
-    Stretch,
 )
 from duetime.stores.dynamodb import connection, reads, schema, writes
 from duetime.stores.dynamodb.connection import Address, Line, Link
@@ -63,7 +63,7 @@ class DynamoStore:
         batch_max=_ROWS_MAX,
         batch_chars_max=_CHARS_MAX,
         payload_bytes_max=_PAYLOAD_BYTES_MAX,
-        lanes=LANES,
+        parallel_commits=LANES,
         clock_error_ms=500,  # its time has whole seconds only (clock.py)
     )
 
@@ -161,8 +161,8 @@ class DynamoStore:
         return await now.link.outliving(work)
 
     @reading
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page | StoreError]:
-        return await reads.load(self._open.reads.read, self._open.tables, stretches)
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
+        return await reads.load(self._open.reads.read, self._open.tables, requests)
 
     @reading
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:

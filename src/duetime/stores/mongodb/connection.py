@@ -22,7 +22,7 @@ from weakref import WeakSet
 from msgspec import Struct
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
-from duetime.stores.background import CLOSE_SECONDS, Begun
+from duetime.stores.background import CLOSE_SECONDS, BackgroundTasks
 from duetime.stores.sessions import CONNECT_SECONDS
 
 try:
@@ -388,7 +388,7 @@ class Line:
         self._talks = [Talk(client[database], client.start_session(causal_consistency=True)) for _ in range(count)]
         self._idle = list(self._talks)
         self._turn = asyncio.Semaphore(count)
-        self._begun = Begun()
+        self._begun = BackgroundTasks()
         self._closed = False
 
     @property

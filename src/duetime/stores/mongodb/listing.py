@@ -38,7 +38,7 @@ async def list_timers(run: Run, query: ListQuery) -> Listing:
 
 
 async def _fetch(talk: Talk, query: ListQuery, scan: Scan, projection: Document) -> Piece:
-    row_type = REACHED if query.endings else TIMER
+    row_type = REACHED if query.outcomes else TIMER
     condition: Document = {}
     if query.correlation_id is None:
         index, found = "in_order", bounds(IN_ORDER, (row_type, scan.shard_id), scan.after, scan.until_ms)
@@ -64,7 +64,7 @@ def _projection(query: ListQuery) -> Document:
 
     A tag is looked for in the text of the options, which finds too much; the reader looks again.
     """
-    due = "$timer_scheduled_at" if query.endings else "$timer_execute_at"
+    due = "$timer_scheduled_at" if query.outcomes else "$timer_execute_at"
     tests: list[Document] = [{"$eq": ["$timer_namespace", _literal(query.namespace)]}]
     if query.id_prefix is not None:
         tests.append({"$eq": [{"$indexOfBytes": ["$timer_id", _literal(query.id_prefix)]}, 0]})
@@ -77,8 +77,8 @@ def _projection(query: ListQuery) -> Document:
     if query.tag is not None:
         options = {"$ifNull": ["$timer_options", ""]}
         tests.append({"$gte": [{"$indexOfBytes": [options, _literal(as_json(query.tag))]}, 0]})
-    if query.endings:
-        tests.append({"$in": ["$timer_outcome", sorted(query.endings)]})
+    if query.outcomes:
+        tests.append({"$in": ["$timer_outcome", sorted(query.outcomes)]})
     return {
         "_id": 0,
         "timer_execute_at": 1,

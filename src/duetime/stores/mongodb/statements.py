@@ -23,7 +23,7 @@ from pymongo.asynchronous.cursor import AsyncCursor
 
 from duetime.domain.timer import Namespace, Position, TimerKey
 from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreUnavailable
-from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
+from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
 from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
 from duetime.stores.mongodb.connection import Talk, in_words
 from duetime.stores.mongodb.rows import (
@@ -168,14 +168,14 @@ async def claim(write: Run, read: Run, claims: Sequence[Claim], session_ids: Seq
 
 
 async def _take(talk: Talk, claims: Sequence[Claim], before: dict[int, Document], session_ids: Sequence[Any]) -> None:
-    ending = {
+    outcome = {
         session_id
         for claim in claims
         if (shard := before.get(claim.shard_id)) and shard["shard_version"] == claim.expected_version
         for session_id in shard["shard_sessions"]
     }
-    if ending:
-        await end_sessions(talk, ending)
+    if outcome:
+        await end_sessions(talk, outcome)
     await talk.timers.bulk_write([claim_update(claim, session_ids) for claim in claims], session=talk.session)
 
 
@@ -372,21 +372,21 @@ def _bytes_of(text: str) -> int:
     return len(text) if text.isascii() else 4 * len(text)
 
 
-async def load(run: Run, stretches: Sequence[Stretch]) -> list[Page]:
+async def load(run: Run, requests: Sequence[PageRequest]) -> list[Page]:
     """A command for each: of one shard and one range, read by the bounds of its index."""
-    bytes_max = LOAD_BYTES_MAX // max(1, len(stretches))
-    return await gathered([run(partial(_load, stretch=stretch, bytes_max=bytes_max)) for stretch in stretches])
+    bytes_max = LOAD_BYTES_MAX // max(1, len(requests))
+    return await gathered([run(partial(_load, request=request, bytes_max=bytes_max)) for request in requests])
 
 
-async def _load(talk: Talk, stretch: Stretch, bytes_max: int) -> Page:
-    found = bounds(IN_ORDER, (TIMER, stretch.shard_id), stretch.after, stretch.until_ms)
+async def _load(talk: Talk, request: PageRequest, bytes_max: int) -> Page:
+    found = bounds(IN_ORDER, (TIMER, request.shard_id), request.after, request.until_ms)
     if found is None:
         return Page((), None)
     documents: list[Document] = []
     weight = 0
-    async with between(talk.timers.find(session=talk.session), "in_order", found, stretch.limit + 1) as cursor:
+    async with between(talk.timers.find(session=talk.session), "in_order", found, request.limit + 1) as cursor:
         async for document in cursor:
-            if len(documents) == stretch.limit or weight > bytes_max:
+            if len(documents) == request.limit or weight > bytes_max:
                 return page_of(documents, READING.place(documents[-1]), READING)
             documents.append(document)
             payload = document.get("timer_payload")

@@ -29,8 +29,8 @@ from duetime.store import (
     ListQuery,
     Member,
     Page,
+    PageRequest,
     ShardRow,
-    Stretch,
 )
 from duetime.stores.fencing import reading, writing
 from duetime.stores.mongodb import connection, schema, statements
@@ -50,7 +50,9 @@ MEMBERSHIP_SECONDS = 1.5  # half a lease: a heartbeat that hangs leaves time for
 
 class MongoStore:
     # A document may have 16 MiB; a payload leaves room for all the rest.
-    capabilities = Capabilities(name="mongodb", batch_max=2_000, payload_bytes_max=15 * 1024 * 1024, lanes=LANES)
+    capabilities = Capabilities(
+        name="mongodb", batch_max=2_000, payload_bytes_max=15 * 1024 * 1024, parallel_commits=LANES
+    )
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -143,8 +145,8 @@ class MongoStore:
         return await statements.commit(self._open.commits.transaction, batches)
 
     @reading
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        return await statements.load(self._open.reads.read, stretches)
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page]:
+        return await statements.load(self._open.reads.read, requests)
 
     @reading
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from duetime.domain.timer import Position, Timer, TimerKey
-from duetime.store import Found, Listing, ListQuery, Page, Stretch, Unreadable
+from duetime.store import Found, Listing, ListQuery, Page, PageRequest, Unreadable
 from duetime.stores.merging import Item, Piece, Scan, matching, merged
 from duetime.stores.mysql.connection import Read
 from duetime.stores.mysql.rows import KEY, at, beyond, keyed, literal, selected
@@ -44,34 +44,34 @@ _PAYLOAD = TIMER_COLUMNS.index("timer_payload")
 # --- pages and keys ------------------------------------------------------------------------------
 
 
-async def load(read: Read, stretches: Sequence[Stretch]) -> list[Page]:
-    if not stretches:
+async def load(read: Read, requests: Sequence[PageRequest]) -> list[Page]:
+    if not requests:
         return []
-    light = max(LIGHT_BYTES, LOAD_BYTES_MAX // sum(stretch.limit + 1 for stretch in stretches))
-    parts = [_stretch_sql(number, stretch, light) for number, stretch in enumerate(stretches)]
+    light = max(LIGHT_BYTES, LOAD_BYTES_MAX // sum(request.limit + 1 for request in requests))
+    parts = [_stretch_sql(number, request, light) for number, request in enumerate(requests)]
     [found] = await read((" UNION ALL ".join(parts),))
-    rows: list[list[Row]] = [[] for _ in stretches]
+    rows: list[list[Row]] = [[] for _ in requests]
     for row in found:
         rows[row[-2]].append(row)
-    room = LOAD_BYTES_MAX // len(stretches)
-    pages = [_cut(stretch, some, room) for stretch, some in zip(stretches, rows, strict=True)]
-    heavy = await _heavy(read, [(stretches[row[-2]].shard_id, row) for some, _ in pages for row in some])
-    return [_page(stretch, some, after, heavy) for stretch, (some, after) in zip(stretches, pages, strict=True)]
+    room = LOAD_BYTES_MAX // len(requests)
+    pages = [_cut(request, some, room) for request, some in zip(requests, rows, strict=True)]
+    heavy = await _heavy(read, [(requests[row[-2]].shard_id, row) for some, _ in pages for row in some])
+    return [_page(request, some, after, heavy) for request, (some, after) in zip(requests, pages, strict=True)]
 
 
-def _stretch_sql(number: int, stretch: Stretch, light: int) -> str:
+def _stretch_sql(number: int, request: PageRequest, light: int) -> str:
     columns = selected("timers", f"timer_payload IS NULL OR LENGTH(timer_payload) <= {light}")
     return (
         f"(SELECT {columns}, {number}, LENGTH(timer_payload) FROM timers FORCE INDEX (PRIMARY)"  # noqa: S608
-        f" WHERE shard_id = {stretch.shard_id} AND {beyond(stretch.after)}"
-        f" AND timer_execute_at <= {at(bound_ms(stretch.until_ms))} ORDER BY {KEY} LIMIT {stretch.limit + 1})"
+        f" WHERE shard_id = {request.shard_id} AND {beyond(request.after)}"
+        f" AND timer_execute_at <= {at(bound_ms(request.until_ms))} ORDER BY {KEY} LIMIT {request.limit + 1})"
     )
 
 
-def _cut(stretch: Stretch, rows: list[Row], room: int) -> tuple[list[Row], Position | None]:
+def _cut(request: PageRequest, rows: list[Row], room: int) -> tuple[list[Row], Position | None]:
     """A page's rows, and where to go on. It ends where its payloads pass its weight, but for its first."""
     rows.sort(key=place_of)  # as they come, unless the server works on several parts at once
-    end = min(len(rows), stretch.limit)
+    end = min(len(rows), request.limit)
     for index in range(end):
         room -= rows[index][-1] or 0
         if room < 0 and index:
@@ -101,12 +101,12 @@ async def _heavy(read: Read, rows: Iterable[tuple[int, Row]]) -> Heavy:
     return {(row[-1], place_of(row)): readable(row, timer_of) for row in found}
 
 
-def _page(stretch: Stretch, rows: Sequence[Row], after: Position | None, heavy: Heavy) -> Page:
+def _page(request: PageRequest, rows: Sequence[Row], after: Position | None, heavy: Heavy) -> Page:
     if not any(map(_is_heavy, rows)):
         return page_of(rows, after)
     items: list[Timer | Unreadable] = []
     for row in rows:
-        item = heavy.get((stretch.shard_id, place_of(row))) if _is_heavy(row) else readable(row, timer_of)
+        item = heavy.get((request.shard_id, place_of(row))) if _is_heavy(row) else readable(row, timer_of)
         if item is not None:  # one that is gone by now was removed after this began
             items.append(item)
     return page_of_items(items, after)
@@ -181,7 +181,7 @@ def _key(row: Row) -> Key:
 
 async def list_timers(read: Read, query: ListQuery) -> Listing:
     """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
-    table = "reached" if query.endings else "timers"
+    table = "reached" if query.outcomes else "timers"
     index, trace = "PRIMARY", ""
     if query.correlation_id is not None:
         index = f"{table}_by_correlation"
@@ -214,7 +214,7 @@ async def list_timers(read: Read, query: ListQuery) -> Listing:
 
 def _condition(query: ListQuery) -> str:
     """A tag is looked for in the text of the options, which finds too much; the reader looks again."""
-    due = "timer_scheduled_at" if query.endings else "timer_execute_at"
+    due = "timer_scheduled_at" if query.outcomes else "timer_execute_at"
     wanted = [f"timer_namespace = {literal(query.namespace)}"]
     if query.id_prefix is not None:
         wanted.append(f"LEFT(timer_id, {len(query.id_prefix.encode())}) = {literal(query.id_prefix)}")
@@ -226,6 +226,6 @@ def _condition(query: ListQuery) -> str:
         wanted.append(f"{due} < {at(bound_ms(query.due_until_ms))}")
     if query.tag is not None:
         wanted.append(f"LOCATE({literal(as_json(query.tag))}, timer_options) > 0")
-    if query.endings:
-        wanted.append(f"timer_outcome IN ({','.join(map(literal, sorted(query.endings)))})")
+    if query.outcomes:
+        wanted.append(f"timer_outcome IN ({','.join(map(literal, sorted(query.outcomes)))})")
     return " AND ".join(wanted)

@@ -19,7 +19,7 @@ class MySqlStore(SqlStore):
     # A payload may be twice as long in a statement, which has to fit into a packet of 16 MiB (MariaDB's default);
     # and a row into an entry of 6 MiB (TiDB's). One lane: on two cores more of them were sometimes better and sometimes
     # worse, and one gathers the larger commits.
-    capabilities = Capabilities(name="mysql", batch_max=1_000, payload_bytes_max=4 * 1024 * 1024, lanes=1)
+    capabilities = Capabilities(name="mysql", batch_max=1_000, payload_bytes_max=4 * 1024 * 1024, parallel_commits=1)
     link = connection
     schema = schema
     words = statements

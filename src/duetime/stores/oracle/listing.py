@@ -65,7 +65,7 @@ async def _pieces(query: ListQuery, scans: Sequence[Scan], db: Link) -> list[Pie
         count = scan.count if number < len(scans) else 0
         values |= scan_values(number, scan.shard_id, scan.after, scan.until_ms, count)
     items: list[list[Item]] = [[] for _ in scans]
-    for row in await fetched(db, SCANS["reached" if query.endings else "timers", by_correlation], values):
+    for row in await fetched(db, SCANS["reached" if query.outcomes else "timers", by_correlation], values):
         is_of_it = row[_NAMESPACE] == query.namespace
         items[int(row[-1])].append((READING.place(row), matching(query, row, READING) if is_of_it else None))
     for some in items:

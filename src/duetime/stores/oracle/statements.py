@@ -21,7 +21,7 @@ import oracledb
 
 from duetime.domain.timer import Namespace, Position, TimerKey
 from duetime.errors import MemberDead, ShardLost
-from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
+from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
 from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
 from duetime.stores.oracle.connection import Link, Run, code_of
 from duetime.stores.oracle.rows import (
@@ -375,14 +375,14 @@ async def _purge_turn(fences: Sequence[Fence], values: dict[str, Any], db: Link)
 # --- timers: reading -----------------------------------------------------------------------------
 
 
-async def load(read: Run, stretches: Sequence[Stretch]) -> list[Page]:
+async def load(read: Run, requests: Sequence[PageRequest]) -> list[Page]:
     async def work(db: Link) -> list[Page]:
-        return [await _load_one(db, stretch, LOAD_BYTES_MAX // len(stretches)) for stretch in stretches]
+        return [await _load_one(db, request, LOAD_BYTES_MAX // len(requests)) for request in requests]
 
-    return await read(work) if stretches else []
+    return await read(work) if requests else []
 
 
-async def _load_one(db: Link, stretch: Stretch, bytes_max: int) -> Page:
+async def _load_one(db: Link, request: PageRequest, bytes_max: int) -> Page:
     """A page ends early after the portion in which its payloads pass its weight."""
     weight = 0
 
@@ -391,11 +391,11 @@ async def _load_one(db: Link, stretch: Stretch, bytes_max: int) -> Page:
         weight += sum(len(row[_PAYLOAD] or b"") for row in portion)
         return weight > bytes_max
 
-    values = scan_values(0, stretch.shard_id, stretch.after, stretch.until_ms, stretch.limit + 1)
+    values = scan_values(0, request.shard_id, request.after, request.until_ms, request.limit + 1)
     rows = await fetched(db, LOAD, values, enough)
-    if weight <= bytes_max and len(rows) <= stretch.limit:
+    if weight <= bytes_max and len(rows) <= request.limit:
         return page_of(rows, None, READING)
-    del rows[stretch.limit :]
+    del rows[request.limit :]
     return page_of(rows, READING.place(rows[-1]), READING)
 
 

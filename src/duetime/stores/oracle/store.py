@@ -21,7 +21,7 @@ __all__ = ["OracleStore", "place_of", "wipe"]
 
 class OracleStore(SqlStore):
     # One lane, as for PostgreSQL; nobody could measure it.
-    capabilities = Capabilities(name="oracle", batch_max=1_000, payload_bytes_max=16 * 1024 * 1024, lanes=1)
+    capabilities = Capabilities(name="oracle", batch_max=1_000, payload_bytes_max=16 * 1024 * 1024, parallel_commits=1)
     link = connection
     schema = schema
     words = reads = statements

@@ -49,7 +49,7 @@ _LIST = {
 async def list_timers(run: Run, query: ListQuery) -> Listing:
     """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
     by_correlation = query.correlation_id is not None
-    sql = _LIST[3 if query.endings else 2, by_correlation]
+    sql = _LIST[3 if query.outcomes else 2, by_correlation]
     asked_for = (
         query.namespace,
         query.id_prefix,
@@ -57,7 +57,7 @@ async def list_timers(run: Run, query: ListQuery) -> Listing:
         None if query.due_from_ms is None else bound_ms(query.due_from_ms),
         None if query.due_until_ms is None else bound_ms(query.due_until_ms),
         None if query.tag is None else as_json(query.tag),
-        sorted(query.endings) or None,
+        sorted(query.outcomes) or None,
     )
 
     async def fetch(scans: Sequence[Scan]) -> list[Piece]:

@@ -101,7 +101,7 @@ def reached_columns(reached: Sequence[Reached]) -> list[list[Any]]:
         *([position[part] for position in positions] for part in range(3)),
         *common_columns(timers),
         *own_columns(timers),
-        [r.ending.value for r in reached],
+        [r.outcome.value for r in reached],
         [r.reached_at_ms for r in reached],
     ]
 

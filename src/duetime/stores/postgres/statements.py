@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from duetime.domain.timer import ROW_FORMAT, Namespace, TimerKey
 from duetime.errors import MemberDead, ShardLost
-from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
+from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
 from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
 from duetime.stores.postgres.rows import (
     COLUMNS,
@@ -402,31 +402,31 @@ def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
     return commit_sql(bool(puts), bool(deletes), bool(reached), bool(waters)), *args
 
 
-async def load(run: Run, stretches: Sequence[Stretch]) -> list[Page]:
-    if not stretches:
+async def load(run: Run, requests: Sequence[PageRequest]) -> list[Page]:
+    if not requests:
         return []
     rows = await run(
         _LOAD,
-        [stretch.shard_id for stretch in stretches],
-        [bound_ms(stretch.after.execute_at_ms) for stretch in stretches],
-        [stretch.after.uuid_high for stretch in stretches],
-        [stretch.after.uuid_low for stretch in stretches],
-        [bound_ms(stretch.until_ms) for stretch in stretches],
-        [stretch.limit + 1 for stretch in stretches],
-        LOAD_BYTES_MAX // len(stretches),
+        [request.shard_id for request in requests],
+        [bound_ms(request.after.execute_at_ms) for request in requests],
+        [request.after.uuid_high for request in requests],
+        [request.after.uuid_low for request in requests],
+        [bound_ms(request.until_ms) for request in requests],
+        [request.limit + 1 for request in requests],
+        LOAD_BYTES_MAX // len(requests),
     )
-    pages: list[list[Row]] = [[] for _ in stretches]
+    pages: list[list[Row]] = [[] for _ in requests]
     for row in rows:
         pages[row[-2] - 1].append(row)
-    return [_page(stretch, found) for stretch, found in zip(stretches, pages, strict=True)]
+    return [_page(request, found) for request, found in zip(requests, pages, strict=True)]
 
 
-def _page(stretch: Stretch, rows: list[Row]) -> Page:
+def _page(request: PageRequest, rows: list[Row]) -> Page:
     """The last column of each row is how many rows matched, at most limit + 1; some of them may have been left out."""
     total = rows[0][-1] if rows else 0
-    if total <= stretch.limit and len(rows) == total:
+    if total <= request.limit and len(rows) == total:
         return page_of(rows, None)
-    del rows[stretch.limit :]
+    del rows[request.limit :]
     return page_of(rows, place_of(rows[-1]))
 
 

@@ -16,7 +16,9 @@ __all__ = ["PostgresStore", "wipe"]
 
 class PostgresStore(SqlStore):
     # One lane: measured, one big commit at a time costs an instance less than several smaller ones.
-    capabilities = Capabilities(name="postgresql", batch_max=2_000, payload_bytes_max=16 * 1024 * 1024, lanes=1)
+    capabilities = Capabilities(
+        name="postgresql", batch_max=2_000, payload_bytes_max=16 * 1024 * 1024, parallel_commits=1
+    )
     link = connection
     schema = schema
     words = reads = statements

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from duetime.domain.timer import ROW_FORMAT, Namespace, Position, TimerKey
 from duetime.errors import MemberDead, ShardLost
-from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, ShardRow, Stretch
+from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, PageRequest, ShardRow
 from duetime.stores.fencing import NOTHING_REPLACED, committed, lost, turns
 from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Collected, matching
 from duetime.stores.rows import (
@@ -149,7 +149,7 @@ SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
     AND (:due_from IS NULL OR {due} >= :due_from) AND (:due_until IS NULL OR {due} < :due_until)
     AND (:tag IS NULL OR EXISTS (
       SELECT 1 FROM json_each(CASE WHEN json_valid(timer_options) THEN timer_options END, '$.t') WHERE value = :tag))
-    AND (:endings IS NULL OR timer_outcome IN (SELECT value FROM json_each(:endings)))
+    AND (:outcomes IS NULL OR timer_outcome IN (SELECT value FROM json_each(:outcomes)))
   THEN {row} ELSE json_array({_KEY}) END AS row
   FROM timers WHERE {where} AND row_type = {row_type} AND ({_KEY}) > (:a, :b, :c) AND timer_execute_at <= :until
   ORDER BY {_KEY} LIMIT :page)
@@ -362,8 +362,8 @@ def insert_rows(db: apsw.Connection, row_type: int, rows: list[tuple[Any, ...]])
         first += count
 
 
-def load(db: apsw.Connection, stretches: Sequence[Stretch]) -> list[Page]:
-    return [_load(db, stretch.shard_id, stretch.after, stretch.until_ms, stretch.limit) for stretch in stretches]
+def load(db: apsw.Connection, requests: Sequence[PageRequest]) -> list[Page]:
+    return [_load(db, request.shard_id, request.after, request.until_ms, request.limit) for request in requests]
 
 
 def _load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
@@ -466,7 +466,7 @@ class _Scan:
         self._db = db
         self._query = query
         self._rows_left = LIST_ROWS_MAX
-        by_due = not query.endings  # then the due range bounds the scan itself
+        by_due = not query.outcomes  # then the due range bounds the scan itself
         after = query.after
         if by_due and query.due_from_ms is not None:
             after = max(after, Position(query.due_from_ms - 1, LARGEST, LARGEST))
@@ -479,7 +479,7 @@ class _Scan:
             "tag": query.tag,
             "due_from": query.due_from_ms,
             "due_until": query.due_until_ms,
-            "endings": as_json(sorted(query.endings)) if query.endings else None,
+            "outcomes": as_json(sorted(query.outcomes)) if query.outcomes else None,
             "until": query.due_until_ms - 1 if by_due and query.due_until_ms is not None else LARGEST,
         }
 
@@ -491,7 +491,7 @@ class _Scan:
         return [self._stream(shard_id, _BY_SHARD, first_page) for shard_id in range(self._query.num_shards)]
 
     def _stream(self, shard_id: int, where: str, page: int) -> Iterator[list[Any]]:
-        sql = _LIST[bool(self._query.endings), where]
+        sql = _LIST[bool(self._query.outcomes), where]
         after, first = self._after, True
         while True:
             # The first page of every shard is free of the budget: without it nothing can be merged.

@@ -31,8 +31,8 @@ from duetime.store import (
     ListQuery,
     Member,
     Page,
+    PageRequest,
     ShardRow,
-    Stretch,
 )
 from duetime.stores.sqlite import connection, statements
 from duetime.stores.sqlite.connection import FileLock, Worker
@@ -132,7 +132,7 @@ def store_error(error: Exception, *, in_commit: bool) -> StoreError:
 
 class SqliteStore:
     capabilities = Capabilities(
-        name="sqlite", batch_max=2_000, payload_bytes_max=16 * 1024 * 1024, lanes=1, exclusive=True
+        name="sqlite", batch_max=2_000, payload_bytes_max=16 * 1024 * 1024, parallel_commits=1, exclusive=True
     )
 
     def __init__(self, path: str, clock: Clock | None = None) -> None:
@@ -267,8 +267,8 @@ class SqliteStore:
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
         return await self._write(statements.commit, batches)
 
-    async def load(self, stretches: Sequence[Stretch]) -> list[Page]:
-        return await self._read(statements.load, stretches)
+    async def load(self, requests: Sequence[PageRequest]) -> list[Page]:
+        return await self._read(statements.load, requests)
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
         return await self._read(statements.get_many, keys)

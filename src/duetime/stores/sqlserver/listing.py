@@ -64,7 +64,7 @@ def _pieces(query: ListQuery, scans: Sequence[Scan], link: Link) -> list[Piece]:
             for number, scan in enumerate(scans)
         ],
     }
-    sql = LIST[3 if query.endings else 2, query.correlation_id is not None]
+    sql = LIST[3 if query.outcomes else 2, query.correlation_id is not None]
     [rows] = ask(link, sql, document(said))
     items: list[list[Item]] = [[] for _ in scans]
     for row in rows:

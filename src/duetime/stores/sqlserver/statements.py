@@ -21,7 +21,7 @@ from typing import Any
 
 from duetime.domain.timer import Namespace, TimerKey
 from duetime.errors import MemberDead, ShardLost
-from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, ShardRow, Stretch
+from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
 from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
 from duetime.stores.rows import (
     KEY_COLUMNS,
@@ -378,14 +378,14 @@ async def purge_reached(write: Run, fences: Sequence[Fence], before_ms: int, lim
 # --- timers: reading -----------------------------------------------------------------------------
 
 
-async def load(read: Run, stretches: Sequence[Stretch]) -> list[Page]:
+async def load(read: Run, requests: Sequence[PageRequest]) -> list[Page]:
     def work(link: Link) -> list[Page]:
-        return [_load_one(link, stretch, LOAD_CHARS_MAX // len(stretches)) for stretch in stretches]
+        return [_load_one(link, request, LOAD_CHARS_MAX // len(requests)) for request in requests]
 
-    return await read(work) if stretches else []
+    return await read(work) if requests else []
 
 
-def _load_one(link: Link, stretch: Stretch, chars_max: int) -> Page:
+def _load_one(link: Link, request: PageRequest, chars_max: int) -> Page:
     """A page ends early after the portion in which its payloads pass its weight."""
     weight = 0
 
@@ -394,20 +394,20 @@ def _load_one(link: Link, stretch: Stretch, chars_max: int) -> Page:
         weight += sum(len(row[_PAYLOAD] or "") for row in portion)
         return weight > chars_max
 
-    after = stretch.after
+    after = request.after
     scan = (
         0,
-        stretch.shard_id,
+        request.shard_id,
         at(bound_ms(after.execute_at_ms)),
         after.uuid_high,
         after.uuid_low,
-        at(bound_ms(stretch.until_ms)),
-        stretch.limit + 1,
+        at(bound_ms(request.until_ms)),
+        request.limit + 1,
     )
     rows = list(ask_until(link, LOAD, document({"scans": [scan]}), enough))
-    if weight <= chars_max and len(rows) <= stretch.limit:
+    if weight <= chars_max and len(rows) <= request.limit:
         return page_of(rows, None, READING)
-    del rows[stretch.limit :]
+    del rows[request.limit :]
     return page_of(rows, READING.place(rows[-1]), READING)
 
 

@@ -21,7 +21,9 @@ class SqlServerStore(SqlStore):
     # Few enough for a batch to stay under the 5,000 locks at which a table is locked as a whole, if that were allowed:
     # each row is in the table and in at most three of its indexes.
     # One lane, as for PostgreSQL; nobody could measure it.
-    capabilities = Capabilities(name="sqlserver", batch_max=1_000, payload_bytes_max=16 * 1024 * 1024, lanes=1)
+    capabilities = Capabilities(
+        name="sqlserver", batch_max=1_000, payload_bytes_max=16 * 1024 * 1024, parallel_commits=1
+    )
     link = connection
     schema = schema
     words = reads = statements

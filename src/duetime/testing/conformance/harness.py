@@ -9,12 +9,12 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from duetime.domain.timer import BEFORE_ALL, Ending, Position, Reached, Timer
-from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Page, Store, Stretch
+from duetime.domain.timer import BEFORE_ALL, Outcome, Position, Reached, Timer
+from duetime.store import Batch, Claim, Committed, Fence, ListQuery, Page, PageRequest, Store
 
 SHARDS = 4
 FAR = 1 << 53
-EVERY_ENDING = frozenset(Ending)
+EVERY_OUTCOME = frozenset(Outcome)
 
 
 @pytest.mark.asyncio
@@ -96,14 +96,14 @@ async def done(store: Store, batch: Batch) -> Committed:
     return result
 
 
-async def load(store: Store, stretches: Sequence[Stretch]) -> list[Page]:
-    pages = list(await store.load(stretches))
+async def load(store: Store, requests: Sequence[PageRequest]) -> list[Page]:
+    pages = list(await store.load(requests))
     assert all(isinstance(page, Page) for page in pages), pages
     return cast("list[Page]", pages)
 
 
 async def load_one(store: Store, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-    [page] = await load(store, [Stretch(shard_id, after, until_ms, limit)])
+    [page] = await load(store, [PageRequest(shard_id, after, until_ms, limit)])
     return page
 
 
@@ -112,15 +112,17 @@ async def all_timers(store: Store, shard_id: int = 0, page: int = 1_000) -> list
     timers: list[Timer] = []
     after: Position | None = BEFORE_ALL
     while after is not None:
-        stretch = await load_one(store, shard_id, after, FAR, page)
-        assert stretch.next is None or stretch.next > after, "a load must move on"
-        timers += stretch.timers
-        after = stretch.next
+        request = await load_one(store, shard_id, after, FAR, page)
+        assert request.next is None or request.next > after, "a load must move on"
+        timers += request.timers
+        after = request.next
     return timers
 
 
 async def all_reached(store: Store, namespace: str = "test", page: int = 100) -> list[Reached]:
-    return (await listed(store, ListQuery(namespace=namespace, num_shards=SHARDS, endings=EVERY_ENDING, limit=page)))[1]
+    return (await listed(store, ListQuery(namespace=namespace, num_shards=SHARDS, outcomes=EVERY_OUTCOME, limit=page)))[
+        1
+    ]
 
 
 async def listed(store: Store, query: ListQuery) -> tuple[list[Timer], list[Reached]]:

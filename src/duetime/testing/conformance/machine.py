@@ -19,12 +19,12 @@ from hypothesis.stateful import (
 )
 from msgspec.structs import replace
 
-from duetime.domain.timer import Ending, Extras, Namespace, Position, Reached, Timer, TimerKey, shard_of
+from duetime.domain.timer import Extras, Namespace, Outcome, Position, Reached, Timer, TimerKey, shard_of
 from duetime.errors import StoreError
-from duetime.store import Batch, Claim, Fence, ListQuery, Member, Store, Stretch
+from duetime.store import Batch, Claim, Fence, ListQuery, Member, PageRequest, Store
 from duetime.stores.memory import MemoryStore
 from duetime.testing import make_reached, make_timer
-from duetime.testing.conformance.harness import EVERY_ENDING, Harness, all_timers, listed, load
+from duetime.testing.conformance.harness import EVERY_OUTCOME, Harness, all_timers, listed, load
 
 T = TypeVar("T")
 
@@ -66,8 +66,8 @@ def ends(draw: st.DrawFn, key: TimerKey) -> Reached:
         correlation_id="r" if occurrence else None,
         extras=Extras(tags=("x",) * occurrence, occurrence=occurrence),
     )
-    ending = list(Ending)[(generation + occurrence) % 4]
-    return make_reached(timer, ending, reached_at_ms=purge_at_ms + occurrence, purge_at_ms=purge_at_ms)
+    outcome = list(Outcome)[(generation + occurrence) % 4]
+    return make_reached(timer, outcome, reached_at_ms=purge_at_ms + occurrence, purge_at_ms=purge_at_ms)
 
 
 @st.composite
@@ -172,10 +172,10 @@ class StoreMachine(RuleBasedStateMachine):
             return replace(newest, nonce=newest.nonce + 1)
         return data.draw(st.sampled_from(self.fences[shard_id]), label="old fence")
 
-    @rule(stretches=st.lists(st.builds(Stretch, SHARD_IDS, POSITIONS, TIMES, st.integers(1, 5)), max_size=4))
-    def load(self, stretches: list[Stretch]) -> None:
-        pages = self.run(load(self.store, stretches))
-        for got, wanted in zip(pages, self.run(load(self.model, stretches)), strict=True):
+    @rule(requests=st.lists(st.builds(PageRequest, SHARD_IDS, POSITIONS, TIMES, st.integers(1, 5)), max_size=4))
+    def load(self, requests: list[PageRequest]) -> None:
+        pages = self.run(load(self.store, requests))
+        for got, wanted in zip(pages, self.run(load(self.model, requests)), strict=True):
             shorter = len(got.timers)
             assert list(got.timers) == list(wanted.timers)[:shorter]
             assert (got.next is None) <= (wanted.next is None and shorter == len(wanted.timers))
@@ -191,7 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
             num_shards=st.integers(1, SHARDS),
             after=POSITIONS,
             limit=st.integers(1, 5),
-            endings=st.frozensets(st.sampled_from(Ending)),
+            outcomes=st.frozensets(st.sampled_from(Outcome)),
             due_from_ms=st.none() | TIMES,
             due_until_ms=st.none() | TIMES,
             id_prefix=st.none() | st.sampled_from(["b", "e", "c%", "😀", ""]),
@@ -256,7 +256,7 @@ async def _members(store: Store) -> list[Member]:
 
 async def _everything(store: Store) -> object:
     ended = [
-        await listed(store, ListQuery(namespace=name, num_shards=SHARDS, endings=EVERY_ENDING, limit=100))
+        await listed(store, ListQuery(namespace=name, num_shards=SHARDS, outcomes=EVERY_OUTCOME, limit=100))
         for name in NAMESPACES
     ]
     return await store.shards(), [await all_timers(store, shard_id, page=2) for shard_id in range(SHARDS)], ended

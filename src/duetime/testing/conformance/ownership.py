@@ -42,7 +42,7 @@ class Life(Harness):
         limits = store.capabilities
         assert limits.name
         assert limits.batch_max >= 1
-        assert limits.lanes >= 1
+        assert limits.parallel_commits >= 1
         assert limits.payload_bytes_max >= 64 * 1024
         assert limits.time_resolution_ms == 1
 

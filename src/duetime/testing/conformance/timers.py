@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from duetime.domain.instants import EARLIEST_MS, LATEST_MS
 from duetime.domain.timer import (
     BEFORE_ALL,
-    Ending,
     Extras,
     Missed,
     Namespace,
+    Outcome,
     Position,
     RetryPolicy,
     Timer,
@@ -24,10 +24,10 @@ from duetime.domain.timer import (
     shard_of,
 )
 from duetime.errors import ShardLost
-from duetime.store import Batch, Fence, Found, ListQuery, Member, Store, Stretch
+from duetime.store import Batch, Fence, Found, ListQuery, Member, PageRequest, Store
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import (
-    EVERY_ENDING,
+    EVERY_OUTCOME,
     FAR,
     SHARDS,
     Harness,
@@ -69,7 +69,7 @@ ALIKE_IDS = [
 ]  # fmt: skip
 
 
-_PLAIN = {int, str, bool, float, type(None), Ending}
+_PLAIN = {int, str, bool, float, type(None), Outcome}
 
 
 def _strange_types(value: object) -> set[type]:
@@ -97,7 +97,7 @@ class Identity(Harness):
         await store.put_namespace(Namespace(name="plain", num_shards=SHARDS, created_at_ms=1), None)
         [found] = await store.get_many([(0, FULL.key)])
         waiting = await store.list_timers(ListQuery(namespace=FULL.namespace, num_shards=SHARDS))
-        ended = await store.list_timers(ListQuery(namespace=FULL.namespace, num_shards=SHARDS, endings=EVERY_ENDING))
+        ended = await store.list_timers(ListQuery(namespace=FULL.namespace, num_shards=SHARDS, outcomes=EVERY_OUTCOME))
         assert found.timer
         assert found.reached
         assert waiting.timers
@@ -280,9 +280,9 @@ class Upserts(Harness):
 
 class ReachedRows(Harness):
     async def test_a_reached_timer_comes_back_exactly(self, store: Store, fence: Fence) -> None:
-        for ending in Ending:
-            timer = replace(FULL, timer_id=ending.value)
-            reached = make_reached(timer, ending, reached_at_ms=5, purge_at_ms=LATEST_MS)
+        for outcome in Outcome:
+            timer = replace(FULL, timer_id=outcome.value)
+            reached = make_reached(timer, outcome, reached_at_ms=5, purge_at_ms=LATEST_MS)
             await done(store, Batch(fence, reached=[reached]))
             assert await store.get_many([(0, timer.key)]) == [Found(None, reached)]
 
@@ -357,12 +357,12 @@ class Loads(Harness):
         pages = await load(
             store,
             [
-                Stretch(2, BEFORE_ALL, FAR, 2),
-                Stretch(0, BEFORE_ALL, 11, 50),
-                Stretch(3, BEFORE_ALL, FAR, 50),
-                Stretch(1, timers[1][1].position, FAR, 50),
-                Stretch(2, timers[2][2].position, FAR, 50),
-                Stretch(99, BEFORE_ALL, FAR, 50),
+                PageRequest(2, BEFORE_ALL, FAR, 2),
+                PageRequest(0, BEFORE_ALL, 11, 50),
+                PageRequest(3, BEFORE_ALL, FAR, 50),
+                PageRequest(1, timers[1][1].position, FAR, 50),
+                PageRequest(2, timers[2][2].position, FAR, 50),
+                PageRequest(99, BEFORE_ALL, FAR, 50),
             ],
         )
         wanted = [timers[2][:2], timers[0][:2], [], timers[1][2:], timers[2][3:], []]
@@ -380,13 +380,13 @@ class Loads(Harness):
             found: list[Timer] = []
             after = BEFORE_ALL
             while True:
-                stretch = await load_one(store, 0, after, until_ms, page)
-                assert len(stretch.timers) <= page
-                found += stretch.timers
-                if stretch.next is None:
+                request = await load_one(store, 0, after, until_ms, page)
+                assert len(request.timers) <= page
+                found += request.timers
+                if request.next is None:
                     break
-                assert stretch.next > after
-                after = stretch.next
+                assert request.next > after
+                after = request.next
             assert found == [timer for timer in whole if timer.execute_at_ms <= until_ms]
 
     async def test_after_is_exclusive_and_until_inclusive(self, store: Store, fence: Fence) -> None:
@@ -436,7 +436,7 @@ class Lists(Harness):
             batches[shard_of(timer.timer_id, SHARDS)][number % 5 == 0].append(timer)
         for shard_id, (waiting, ended) in batches.items():
             reached = [
-                make_reached(timer, list(Ending)[n % 4], purge_at_ms=9_000 - timer.execute_at_ms % 7)
+                make_reached(timer, list(Outcome)[n % 4], purge_at_ms=9_000 - timer.execute_at_ms % 7)
                 for n, timer in enumerate(ended)
             ]
             await done(store, Batch(await take(store, shard_id), waiting, (), reached))
@@ -472,9 +472,9 @@ class Lists(Harness):
             for limit in (1, 3, 100):
                 got = await listed(store, replace(query, limit=limit))
                 assert got == (wanted, []), query
-                for endings in ({Ending.FAILED}, {Ending.DELIVERED, Ending.CANCELLED}, EVERY_ENDING):
-                    some = sorted((r for r in over if r.ending in endings), key=lambda reached: reached.position)
-                    got = await listed(store, replace(query, limit=limit, endings=frozenset(endings)))
+                for outcomes in ({Outcome.FAILED}, {Outcome.DELIVERED, Outcome.CANCELLED}, EVERY_OUTCOME):
+                    some = sorted((r for r in over if r.outcome in outcomes), key=lambda reached: reached.position)
+                    got = await listed(store, replace(query, limit=limit, outcomes=frozenset(outcomes)))
                     assert got == ([], some), query
 
     def queries(self) -> list[ListQuery]:

@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from duetime.domain.timer import BEFORE_ALL, Extras, Namespace, Reached, RetryPolicy, Timer
-from duetime.store import Batch, Committed, Fence, Found, ListQuery, Page, Store, Stretch, Unreadable
+from duetime.store import Batch, Committed, Fence, Found, ListQuery, Page, PageRequest, Store, Unreadable
 from duetime.stores import rows
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import (
-    EVERY_ENDING,
+    EVERY_OUTCOME,
     FAR,
     SHARDS,
     Harness,
@@ -92,8 +92,8 @@ class UnreadableRows(Harness):
         timers = await self.fill_and_spoil(store, fence)
         for other in others:
             await put(store, other, full_timer(f"o-{other.shard_id}"))
-        stretches = [Stretch(shard_id, BEFORE_ALL, FAR, 50) for shard_id in (1, 0, 2)]
-        first, spoilt, last = await load(store, stretches)
+        requests = [PageRequest(shard_id, BEFORE_ALL, FAR, 50) for shard_id in (1, 0, 2)]
+        first, spoilt, last = await load(store, requests)
         assert [timer.timer_id for timer in (*first.timers, *last.timers)] == ["o-1", "o-2"]
         assert not first.unreadable
         assert not last.unreadable
@@ -165,7 +165,7 @@ class UnreadableRows(Harness):
         for reached in (ends[0], ends[3]):
             await self.spoil_reached(0, reached)
         for query in (_PLAIN, replace(_PLAIN, correlation_id="trace")):
-            query = replace(query, endings=EVERY_ENDING, limit=limit)
+            query = replace(query, outcomes=EVERY_OUTCOME, limit=limit)
             assert await self.list_and_count(store, query) == ([ends[1], ends[2], ends[4]], 2)
 
     async def list_and_count(self, store: Store, query: ListQuery) -> tuple[list[Timer | Reached], int]:
@@ -215,7 +215,7 @@ class UnreadableRows(Harness):
         await done(store, Batch(fence, reached=ends))
         await self.spoil_reached(0, ends[1])
         assert await store.purge_reached([fence], 902, 10) == [2]
-        assert await self.list_and_count(store, replace(_PLAIN, endings=EVERY_ENDING)) == ([ends[2]], 0)
+        assert await self.list_and_count(store, replace(_PLAIN, outcomes=EVERY_OUTCOME)) == ([ends[2]], 0)
 
     # -- namespaces
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from duetime.delivery import Attempt
 from duetime.domain.instants import format_instant
-from duetime.domain.timer import Contact, Outcome, TimerKey
+from duetime.domain.timer import AttemptResult, Contact, TimerKey
 from duetime.errors import DuetimeError, OutcomeUnknown, StoreError, StoreThrottled, StoreUnavailable
 from duetime.store import Batch, Committed
 from duetime.testing.checker import Callback, Fault, Violation
@@ -219,7 +219,7 @@ class SimDeliverer:
             raise ValueError("simulated")
         return url
 
-    async def deliver(self, attempt: Attempt) -> Outcome:
+    async def deliver(self, attempt: Attempt) -> AttemptResult:
         world, rng, scenario = self._world, self._world.rng, self._world.scenario
         # Connecting takes a moment, and now and then much longer: the time in which everything may change.
         slow = world.stormy and rng.random() < scenario.slow_connects
@@ -228,7 +228,7 @@ class SimDeliverer:
             world.fault("delivery broke before it began")
             raise ValueError("simulated")
         if attempt.begin() is None:
-            return Outcome(Contact.NOT_SENT)
+            return AttemptResult(Contact.NOT_SENT)
         self._check_namespace(attempt)
         begun_at_ms = 0
         if world.stormy and rng.random() < scenario.dead_connections:
@@ -241,14 +241,14 @@ class SimDeliverer:
             begun_at_ms = world.now_ms()
             await asyncio.sleep(rng.uniform(0.0001, 1.5))
             if attempt.begin() is None:
-                return Outcome(Contact.BROKEN, error="connection closed before the answer")
-        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+                return AttemptResult(Contact.BROKEN, error="connection closed before the answer")
+        answer: asyncio.Future[AttemptResult] = asyncio.get_running_loop().create_future()
         world.outside(self._receive(attempt, world.now_ms(), answer, begun_at_ms))
-        outcome = await answer
+        result = await answer
         if world.stormy and rng.random() < scenario.broken_deliveries:
             self._explains(attempt, "delivery broke after it was answered")
             raise ValueError("simulated")
-        return outcome
+        return result
 
     def _check_namespace(self, attempt: Attempt) -> None:
         """Each attempt must be made with settings that the namespace had: its secrets, its retry policy."""
@@ -265,7 +265,7 @@ class SimDeliverer:
         world.explain(Fault(kind, world.now_ms(), world.now_ms(), self._name, attempt.timer.delivery_id))
 
     async def _receive(
-        self, attempt: Attempt, started_at_ms: int, answer: asyncio.Future[Outcome] | None, begun_at_ms: int = 0
+        self, attempt: Attempt, started_at_ms: int, answer: asyncio.Future[AttemptResult] | None, begun_at_ms: int = 0
     ) -> None:
         """The receiver. Without an `answer` its response is lost."""
         world, rng, timer = self._world, self._world.rng, attempt.timer
@@ -281,31 +281,31 @@ class SimDeliverer:
             begun_at_ms=begun_at_ms,
         )
         number = world.saw(call)
-        outcome, seconds = self._decide(timer.callback_url, timer.extras.occurrence)
+        result, seconds = self._decide(timer.callback_url, timer.extras.occurrence)
         await asyncio.sleep(seconds)
-        if outcome.status == 200:
+        if result.status == 200:
             world.callbacks[number] = replace(call, accepted_at_ms=world.now_ms())
             world.tell(f"accepted {number}")
-            if outcome.body:
+            if result.body:
                 self._explains(attempt, "destination asked for another call")
             if answer is not None and world.stormy and rng.random() < world.scenario.lost_callback_answers:
                 self._explains(attempt, "answer of a destination lost")
-                outcome = Outcome(Contact.BROKEN, error="connection reset")
+                result = AttemptResult(Contact.BROKEN, error="connection reset")
         if answer is not None:
-            _answer(answer, outcome)
+            _answer(answer, result)
 
-    def _decide(self, url: str, occurrence: int) -> tuple[Outcome, float]:
+    def _decide(self, url: str, occurrence: int) -> tuple[AttemptResult, float]:
         """What the receiver answers, and how long it takes."""
         world, rng = self._world, self._world.rng
         if world.stormy and url == "http://dead":
-            return Outcome(Contact.BROKEN, error="timeout"), 5.0
+            return AttemptResult(Contact.BROKEN, error="timeout"), 5.0
         if world.stormy and url == "http://flapping" and rng.random() < 0.5:
-            return Outcome(Contact.ANSWERED, 500), 0.0
+            return AttemptResult(Contact.ANSWERED, 500), 0.0
         if world.stormy and url == "http://busy" and rng.random() < 0.4:
-            return Outcome(Contact.ANSWERED, 503, retry_after_ms=rng.choice((0, 500, 3_000))), 0.0
+            return AttemptResult(Contact.ANSWERED, 503, retry_after_ms=rng.choice((0, 500, 3_000))), 0.0
         seconds = rng.uniform(0.5, 3.0) if url == "http://slow" else rng.uniform(0.0005, 0.01)
         body = b""
         if url == "http://again" and occurrence < 2:
             at_ms = world.now_ms() + rng.randint(100, 3_000)
             body = b'{"ok": true, "nextExecuteAt": "%s"}' % format_instant(at_ms).encode()
-        return Outcome(Contact.ANSWERED, 200, body), seconds
+        return AttemptResult(Contact.ANSWERED, 200, body), seconds

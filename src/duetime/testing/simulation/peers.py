@@ -1,6 +1,6 @@
 """Requests between the instances of the simulated cluster: the real protocol over a network with faults.
 
-Each instance has a real `HttpPeers` (batching, numbering, signatures) and answers with the real `Api` (checks,
+Each instance has a real `PeerClient` (batching, numbering, signatures) and answers with the real `Api` (checks,
 refusals, replies). Only the sockets between them are simulated: `SimHttp` stands for the HTTP client of the sender and
 for the HTTP server of the receiver. A request carries real bytes.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from duetime.api.dispatch import Api
-from duetime.cluster.peer_client import HttpPeers
+from duetime.cluster.peer_client import PeerClient
 from duetime.errors import Conflict
 from duetime.http.client import Answer, HttpError, Target
 from duetime.http.server import Request, Response
@@ -53,7 +53,7 @@ _FAULTS: Final = (
 _NETWORKS: Final[WeakKeyDictionary[World, WeakValueDictionary[str, SimPeers]]] = WeakKeyDictionary()
 
 
-class SimPeers(HttpPeers):
+class SimPeers(PeerClient):
     """One instance's connection to the others, both ways."""
 
     def __init__(self, world: World, instance: Instance) -> None:

@@ -81,7 +81,7 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
         capabilities["batch_max"] = rng.choice((1, 3, 20))
     if one_in(4):
         capabilities["batch_chars_max"] = rng.choice((300, 5_000, 60_000))
-    capabilities["lanes"] = rng.choice((1, 1, 2, 3))
+    capabilities["parallel_commits"] = rng.choice((1, 1, 2, 3))
     if one_in(4):
         constants["duetime.engine.engine._UNSETTLED_MAX"] = rng.choice((1, 3, 10))
     if one_in(2):

@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from duetime.clock import Clock
-from duetime.cluster.forwarding import Forward, OrderAnswer
+from duetime.cluster.forwarding import CommandAnswer, Forward
 from duetime.config import Config
 from duetime.engine.engine import Engine
 from duetime.engine.shard import Shard
@@ -175,7 +175,7 @@ class Instance:
 
         self.inside(cancel())
 
-    async def take(self, forward: Forward) -> OrderAnswer:
+    async def take(self, forward: Forward) -> CommandAnswer:
         return await asyncio.shield(self.service.take(forward))
 
     async def start(self) -> None:
