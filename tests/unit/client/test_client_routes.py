@@ -46,9 +46,8 @@ class Instance:
         self.posts: list[Request] = []
         self.script: deque[Response] = deque()
         self.is_frozen = False
-        self.closes_connection: asyncio.Event | None = (
-            None  # if set: accept a request, set the event, close the connection without a response
-        )
+        # If there is an event: accept a request, set the event, and close the connection without a response.
+        self.closes_connection: asyncio.Event | None = None
         self._server: HttpServer | None = None
 
     async def start(self, port: int = 0) -> None:
@@ -344,9 +343,7 @@ async def test_an_owner_that_is_down_is_bypassed_and_nothing_is_sent_twice(
     assert sorted(cluster.a.ids + cluster.b.ids) == sorted(OF_B)
 
 
-async def test_a_url_that_is_down_is_bypassed_through_discovered_instances(
-    cluster: Cluster, client: AsyncClient
-) -> None:
+async def test_a_url_that_is_down_is_replaced_by_discovered_instances(cluster: Cluster, client: AsyncClient) -> None:
     await client.create(OF_A[0], delay=1)
     await cluster.a.stop()
     await client.create(OF_A[1], delay=1)
@@ -355,9 +352,7 @@ async def test_a_url_that_is_down_is_bypassed_through_discovered_instances(
     assert cluster.b.bodies[-1][0] == "timers/list"
 
 
-async def test_a_plain_create_whose_owner_closed_the_connection_is_not_sent_again(
-    cluster: Cluster, client: AsyncClient
-) -> None:
+async def test_a_plain_create_is_not_sent_again_if_its_owner_hung_up(cluster: Cluster, client: AsyncClient) -> None:
     await client.create(OF_B[0], delay=1)
     cluster.b.closes_connection = asyncio.Event()
     call = asyncio.ensure_future(client.create(OF_B[1], delay=1))
@@ -369,7 +364,7 @@ async def test_a_plain_create_whose_owner_closed_the_connection_is_not_sent_agai
     assert cluster.b.ids == [OF_B[0], OF_B[1]]
 
 
-async def test_an_idempotent_call_is_retried_at_another_instance_if_the_owner_closed_the_connection(
+async def test_an_idempotent_call_is_sent_to_another_instance_if_its_owner_hung_up(
     cluster: Cluster, client: AsyncClient
 ) -> None:
     await client.create(OF_B[0], delay=1)
@@ -381,9 +376,7 @@ async def test_an_idempotent_call_is_retried_at_another_instance_if_the_owner_cl
     assert cluster.a.ids == [OF_B[1]]
 
 
-async def test_if_no_instance_can_be_reached_the_error_names_those_that_were_tried(
-    cluster: Cluster, client: AsyncClient
-) -> None:
+async def test_if_no_instance_can_be_reached_the_error_names_them(cluster: Cluster, client: AsyncClient) -> None:
     await client.create(OF_B[0], delay=1)
     await cluster.a.stop()
     await cluster.b.stop()
