@@ -1,4 +1,4 @@
-"""Duetime: a durable timer service. `from duetime import Client` is how a program talks to one."""
+"""Duetime: a durable timer service. A program uses it with `from duetime import Client`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """The clients, when asked for: whoever imports another part does not pay for them."""
+    """Imports the clients when they are first used, so that importing another part of the package is fast."""
     if name in ("AsyncClient", "Client"):
         from duetime import client
 

@@ -1,4 +1,4 @@
-"""For whoever is called back: verify a callback, read it, and answer it.
+"""For programs that receive callbacks: verify a callback, read it, and answer it.
 
 callback = verify(body, headers, secrets="whsec_…")
 …
@@ -23,7 +23,7 @@ __all__ = ["Callback", "SignatureError", "again_at", "ok", "read_callback", "ret
 
 
 class Callback(Struct, frozen=True, kw_only=True, rename="camel"):
-    """One attempt at a timer. `id` is stable over the attempts of one firing: what to deduplicate by."""
+    """One attempt of a timer. `id` is the same for all attempts of one firing: deduplicate by it."""
 
     namespace: str
     timer_id: str
@@ -33,7 +33,7 @@ class Callback(Struct, frozen=True, kw_only=True, rename="camel"):
     payload: Any = None
     correlation_id: str | None = None
     id: str = ""
-    fence: str | None = None  # grows with every change of owner
+    fence: str | None = None  # increases with every change of owner
 
     @property
     def late_by(self) -> timedelta:
@@ -51,9 +51,9 @@ def verify(
     *,
     tolerance: timedelta = timedelta(minutes=5),
 ) -> Callback:
-    """The callback, if it was signed by one of the secrets not longer than `tolerance` ago; else SignatureError.
+    """The callback, if it was signed with one of the secrets at most `tolerance` ago. Otherwise raises SignatureError.
 
-    `body` must be the bytes as they came: a body parsed and written again has another signature.
+    `body` must be the bytes as received: a body that was parsed and encoded again has another signature.
     """
     listed = [secrets] if isinstance(secrets, str) else list(secrets)
     now_s = SystemClock().wall_ms() / 1_000
@@ -62,7 +62,7 @@ def verify(
 
 
 def read_callback(body: bytes, headers: Mapping[str, str]) -> Callback:
-    """The callback, whoever sent it: for receivers that trust their network."""
+    """The callback, without a check of its signature: for receivers that trust their network."""
     lower = _lower(headers)
     try:
         callback = _decode(body)
@@ -72,17 +72,18 @@ def read_callback(body: bytes, headers: Mapping[str, str]) -> Callback:
 
 
 def ok() -> bytes:
-    """The body that says: done."""
+    """The response body for: done."""
     return b'{"ok":true}'
 
 
 def retry() -> bytes:
-    """The body that says: not done, try again by the retry policy."""
+    """The response body for: not done, retry by the retry policy."""
     return b'{"ok":false}'
 
 
 def again_at(at: datetime, *, done: bool = True) -> bytes:
-    """The body that asks for another call at a time: of a new occurrence, or, not `done`, of this one."""
+    """The response body that asks for another call at a time. With `done` it is a new occurrence of the timer,
+    otherwise a retry of this one."""
     if at.tzinfo is None:
         raise InvalidField("at", "at must be an aware datetime, as in datetime.now(UTC)")
     return msgspec.json.encode({"ok": done, "nextExecuteAt": at.astimezone(UTC)})

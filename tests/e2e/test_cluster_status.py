@@ -106,7 +106,7 @@ async def test_every_instance_tells_of_all_and_a_killed_one_is_unreachable_then_
         # The doctor waits until what is only passing has passed.
         code, findings = await examined("--store", url, "--url", a.url)
         assert code == 0, findings
-        assert findings["members"] == [("note", f"1 alive, 1 dead; nobody is back at 127.0.0.1:{b.port}")]
+        assert findings["members"] == [("note", f"1 alive, 1 dead; no new instance at 127.0.0.1:{b.port}")]
         assert findings["shards"] == [("good", "all 16 have an owner")]
         members = (await status_of(a))["members"]
         assert [(member["alive"], member["shards"]) for member in members] == [(True, 16), (False, 0)]

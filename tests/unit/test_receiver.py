@@ -1,4 +1,5 @@
-"""What receivers import: a callback is believed only if it is signed and recent, and is read or refused by name."""
+"""duetime.receiver: a callback is accepted only if it is signed and recent; an invalid one raises an error that names
+it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def headers(age_s: int = 0, body: bytes = BODY) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("tolerance", "limit_s"), [(None, 300), (timedelta(seconds=10), 10), (timedelta(hours=1), 3_600)]
 )
-def test_a_callback_is_believed_within_the_tolerance_and_not_beyond_it(
+def test_a_callback_is_accepted_within_the_tolerance_only(
     tolerance: timedelta | None, limit_s: int
 ) -> None:
     given = {} if tolerance is None else {"tolerance": tolerance}
@@ -51,7 +52,7 @@ def test_a_callback_is_believed_within_the_tolerance_and_not_beyond_it(
             verify(BODY, headers(age_s), SECRET, **given)
 
 
-def test_one_secret_may_be_given_alone_and_several_in_any_collection() -> None:
+def test_secrets_may_be_one_text_or_any_collection() -> None:
     for secrets in (SECRET, [SECRET], (new_secret(), SECRET), iter([new_secret(), SECRET])):
         assert verify(BODY, headers(), secrets).id == "id-1"
     with pytest.raises(SignatureError):
@@ -60,7 +61,7 @@ def test_one_secret_may_be_given_alone_and_several_in_any_collection() -> None:
         verify(BODY, headers(), [])
 
 
-def test_the_signature_is_that_of_the_body_that_came() -> None:
+def test_the_signature_covers_the_exact_bytes_of_the_body() -> None:
     with pytest.raises(SignatureError):
         verify(BODY.replace(b'"attempt":2', b'"attempt":1'), headers(), SECRET)
 
@@ -70,21 +71,21 @@ def test_the_signature_is_that_of_the_body_that_came() -> None:
     [b"", b"[]", b"{}", b"\xff", b'{"namespace":"\xff"}', BODY[:-1] + b',"payload":' + b"[" * 100_000, BODY + b"x"],
     ids=["nothing", "a list", "no fields", "not UTF-8", "not UTF-8 inside", "too deep", "more after it"],
 )
-def test_a_body_that_is_no_callback_is_refused_even_if_it_is_signed(body: bytes) -> None:
+def test_a_signed_body_that_is_not_a_callback_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidField, match="the body is not a callback"):
         read_callback(body, {})
     with pytest.raises(InvalidField, match="the body is not a callback"):
         verify(body, headers(body=body), SECRET)
 
 
-def test_headers_are_found_in_any_case_and_may_be_missing_from_what_is_not_verified() -> None:
+def test_header_names_are_case_insensitive_and_optional_without_verification() -> None:
     read = read_callback(BODY, {"WEBHOOK-ID": "id-2", "Duetime-Fence": "3.7"})
     assert (read.id, read.fence) == ("id-2", "3.7")
     read = read_callback(BODY, {})
     assert (read.id, read.fence) == ("", None)
 
 
-def test_another_time_is_asked_for_in_utc_and_must_know_its_zone() -> None:
+def test_again_at_needs_an_aware_datetime_and_encodes_it_in_utc() -> None:
     at = datetime(2027, 1, 1, 11, tzinfo=timezone(timedelta(hours=2)))
     assert again_at(at) == b'{"ok":true,"nextExecuteAt":"2027-01-01T09:00:00Z"}'
     assert again_at(at.astimezone(UTC), done=False) == b'{"ok":false,"nextExecuteAt":"2027-01-01T09:00:00Z"}'

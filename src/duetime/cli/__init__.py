@@ -1,7 +1,7 @@
-"""The command line: reads the arguments, runs one command, turns errors into two lines and an exit code.
+"""The command line: parses the arguments, runs one command, turns errors into one or two lines and an exit code.
 
-Every command is a function `(arguments) -> exit code`, plain or async, in one of the files beside this
-one; only the file that is needed gets imported, so that `duetime --help` is quick.
+Every command is a function `(arguments) -> exit code`, plain or async, in a module of this package. Only the module
+of that command is imported, so that `duetime --help` is fast.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 from argparse import Namespace as Arguments
 from collections.abc import Sequence
 
-from duetime.cli.arguments import Misuse, build_parser
-from duetime.cli.faults import BROKEN_PIPE, INTERRUPTED, USAGE, UsageError, exit_code, tell
+from duetime.cli.arguments import ParseError, build_parser
+from duetime.cli.errors import BROKEN_PIPE, INTERRUPTED, USAGE, UsageError, exit_code, print_error
 from duetime.errors import DuetimeError
 
 __all__ = ["main"]
@@ -24,25 +24,25 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without ✓ gets "?", not a traceback
+            stream.reconfigure(errors="replace")  # a terminal that cannot show ✓ gets "?", not a traceback
     as_json = "--json" in (sys.argv[1:] if argv is None else argv)
     try:
         arguments = build_parser().parse_args(argv)
-    except Misuse as misuse:
-        tell(UsageError(misuse.detail if as_json else f"{misuse.detail}\n{misuse.usage}"), as_json=as_json)
+    except ParseError as wrong:
+        print_error(UsageError(wrong.detail if as_json else f"{wrong.detail}\n{wrong.usage}"), as_json=as_json)
         return USAGE
-    except SystemExit as stop:  # argparse ends the process by itself: --help, --version
+    except SystemExit as stop:  # raised by argparse for --help and --version
         return stop.code if isinstance(stop.code, int) else USAGE
     try:
         code = run(arguments)
         sys.stdout.flush()
     except DuetimeError as error:
-        tell(error, as_json=as_json)
+        print_error(error, as_json=as_json)
         return exit_code(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone. Python flushes once more at exit: let that go nowhere.
+        # The reader of the output has closed the pipe. Python flushes again at exit: send that to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     return code

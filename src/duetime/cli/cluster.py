@@ -1,4 +1,4 @@
-"""cluster status: the whole cluster on one screen, whichever instance is asked."""
+"""cluster status: the members, shards and backlog of the whole cluster. Any instance can answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import asyncio
 import sys
 from argparse import Namespace as Arguments
 
-from duetime.cli.connect import client_of, print_json
-from duetime.cli.diagnosis import GOOD, WRONG, about_cluster, by_severity, lateness_of, marked
-from duetime.cli.screen import ago, painted, show_fields, show_table, spoken, time_of_day
+from duetime.cli.client_options import open_client
+from duetime.cli.diagnosis import GOOD, WRONG, by_severity, check_cluster, lateness_text, with_mark
+from duetime.cli.output import (
+    format_duration,
+    format_relative,
+    local_time,
+    print_fields,
+    print_json,
+    print_table,
+    styled,
+)
 from duetime.client import AsyncClient, ClusterStatus, ConnectionFailed, Member, Shard, Unserved
 
 __all__ = ["status"]
@@ -19,15 +27,15 @@ _CLEAR = "\033[H\033[2J"
 
 
 async def status(arguments: Arguments) -> int:
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         if arguments.watch:
             return await _watch(client, arguments)
         found = await client.cluster_status(shards=arguments.shards)
-    return _told(found, arguments)
+    return _report(found, arguments)
 
 
-def _told(found: ClusterStatus, arguments: Arguments) -> int:
-    findings = by_severity(about_cluster(found))
+def _report(found: ClusterStatus, arguments: Arguments) -> int:
+    findings = by_severity(check_cluster(found))
     if arguments.json:
         print_json(found)
     else:
@@ -35,7 +43,7 @@ def _told(found: ClusterStatus, arguments: Arguments) -> int:
         if problems := [finding for finding in findings if finding.verdict != GOOD]:
             print()
             for finding in problems:
-                print(marked(finding, f"{finding.check}: {finding.says}"))
+                print(with_mark(finding, f"{finding.check}: {finding.says}"))
         if arguments.shards:
             print()
             _show_shards(found.shards)
@@ -44,7 +52,7 @@ def _told(found: ClusterStatus, arguments: Arguments) -> int:
 
 
 async def _watch(client: AsyncClient, arguments: Arguments) -> int:
-    """Until Ctrl-C; what it exits with then is the last it saw."""
+    """Repeats until Ctrl-C. The exit code is that of the last status."""
     code = 0
     try:
         while True:
@@ -52,12 +60,12 @@ async def _watch(client: AsyncClient, arguments: Arguments) -> int:
                 found = await client.cluster_status(shards=arguments.shards)
             except (ConnectionFailed, Unserved) as error:
                 code = 1
-                print(f"{time_of_day()}  {error.detail}", file=sys.stderr, flush=True)
+                print(f"{local_time()}  {error.detail}", file=sys.stderr, flush=True)
             else:
                 if not arguments.json:
                     print(_CLEAR if sys.stdout.isatty() else "", end="" if sys.stdout.isatty() else "\n")
-                    print(painted(time_of_day(), "dim"))
-                code = _told(found, arguments)
+                    print(styled(local_time(), "dim"))
+                code = _report(found, arguments)
             await asyncio.sleep(WATCH_PAUSE_S)
     except asyncio.CancelledError:
         return code
@@ -67,28 +75,31 @@ def _show(found: ClusterStatus) -> None:
     alive = sum(member.alive for member in found.members)
     dead = len(found.members) - alive
     counts = found.shard_counts
-    unreadable = [("unreadable", f"{found.unreadable} timers cannot be decoded, and do not fire")]
-    show_fields(
+    unreadable = [("unreadable", f"{found.unreadable} timers cannot be decoded and do not fire")]
+    print_fields(
         [
             ("cluster", f"{alive} alive{f', {dead} dead' if dead else ''}, on {found.store}"),
-            ("shards", f"{counts.total}: {counts.owned} owned, {counts.free} free, {counts.of_dead} of the dead"),
-            ("timers", f"{found.in_memory} in memory, {found.in_flight} in flight, {found.held} held back"),
+            ("shards", f"{counts.total}: {counts.owned} owned, {counts.free} free, {counts.of_dead} of dead members"),
+            ("timers", f"{found.in_memory} in memory, {found.in_flight} in flight, {found.held} held"),
             ("writes", f"{found.writes_waiting} waiting"),
-            ("oldest due", f"{spoken(found.oldest_due_ms)} ago" if found.oldest_due_ms else "none is overdue"),
-            ("lateness", lateness_of(found)),
-            ("clocks", f"at most {abs(found.clock_skew_ms)} ms off the database's"),
+            (
+                "oldest due",
+                f"{format_duration(found.oldest_due_ms)} ago" if found.oldest_due_ms else "no timer is overdue",
+            ),
+            ("lateness", lateness_text(found)),
+            ("clocks", f"at most {abs(found.clock_skew_ms)} ms from the database's clock"),
             *(unreadable if found.unreadable else ()),
         ]
     )
     print()
     living = [member for member in found.members if member.alive]
     gone = [member for member in found.members if not member.alive]
-    show_table(
+    print_table(
         ["member", "address", "state", "version", "shards", "in memory", "in flight", "held", "late p99", "skew"],
         [_row(member) for member in living + gone[:DEAD_SHOWN_MAX]],
     )
     if len(gone) > DEAD_SHOWN_MAX:
-        print(painted(f"and {len(gone) - DEAD_SHOWN_MAX} more that are dead", "dim"))
+        print(styled(f"and {len(gone) - DEAD_SHOWN_MAX} more dead members", "dim"))
 
 
 def _row(member: Member) -> tuple[str, ...]:
@@ -101,17 +112,17 @@ def _row(member: Member) -> tuple[str, ...]:
         _figure(member.in_memory),
         _figure(member.in_flight),
         _figure(member.held),
-        "" if member.lateness_p99_ms is None else spoken(member.lateness_p99_ms),
+        "" if member.lateness_p99_ms is None else format_duration(member.lateness_p99_ms),
         "" if member.clock_skew_ms is None else f"{member.clock_skew_ms} ms",
     )
 
 
 def _state(member: Member) -> str:
     if not member.alive:
-        return painted("dead", "dim" if member.ready is None else "red")
+        return styled("dead", "dim" if member.ready is None else "red")
     if member.unreachable is not None:
-        return painted("unreachable", "red")
-    return painted("ready", "green") if member.ready else painted("not ready", "red")
+        return styled("unreachable", "red")
+    return styled("ready", "green") if member.ready else styled("not ready", "red")
 
 
 def _figure(value: int | None) -> str:
@@ -119,7 +130,7 @@ def _figure(value: int | None) -> str:
 
 
 def _show_shards(shards: tuple[Shard, ...]) -> None:
-    show_table(
+    print_table(
         ["shard", "version", "owner", "at", "in memory", "loaded up to"],
         [
             (
@@ -128,7 +139,7 @@ def _show_shards(shards: tuple[Shard, ...]) -> None:
                 shard.owner_id or "free",
                 shard.owner_address or "",
                 _figure(shard.in_memory),
-                "" if shard.horizon is None else ago(shard.horizon),
+                "" if shard.horizon is None else format_relative(shard.horizon),
             )
             for shard in shards
         ],

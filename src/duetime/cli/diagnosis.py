@@ -1,6 +1,6 @@
-"""What is wrong with a cluster, by what it says of itself. Pure: `cluster status` and `doctor` say the same.
+"""Checks the status of a cluster. Pure; used by `cluster status` and `doctor`, so that both report the same.
 
-A finding is good, worth knowing, or wrong; it says what is so, why that matters, and what to do.
+A finding is good, a note, or wrong. It says what was found, why it matters, and what to do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from duetime.cli.screen import painted, spoken
+from duetime.cli.output import format_duration, styled
 from duetime.client import ClusterStatus, HeldFor, Member, ShardCounts
 
 __all__ = [
@@ -19,12 +19,12 @@ __all__ = [
     "NOTE",
     "WRONG",
     "Finding",
-    "about_addresses",
-    "about_cluster",
-    "about_shards",
     "by_severity",
-    "lateness_of",
-    "marked",
+    "check_addresses",
+    "check_cluster",
+    "check_shards",
+    "lateness_text",
+    "with_mark",
 ]
 
 GOOD, NOTE, WRONG = "good", "note", "wrong"
@@ -33,7 +33,7 @@ _SEVERITY = (WRONG, NOTE, GOOD)
 
 SKEW_WARN_MS, OVERDUE_WARN_MS, OVERDUE_WRONG_MS, LATE_WARN_MS = 100, 5_000, 60_000, 250
 WRITES_WAITING_WARN = 1_000
-_COMING_OR_GOING = ("starting", "stopping")
+_TRANSIENT_REASONS = ("starting", "stopping")
 _SHARDS_NAMED_MAX = 8
 
 
@@ -49,17 +49,17 @@ def by_severity(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: _SEVERITY.index(finding.verdict))
 
 
-def marked(finding: Finding, text: str) -> str:
+def with_mark(finding: Finding, text: str) -> str:
     mark, style = _MARKS[finding.verdict]
-    return f"{painted(mark, style)} {text}"
+    return f"{styled(mark, style)} {text}"
 
 
-def about_cluster(status: ClusterStatus) -> list[Finding]:
+def check_cluster(status: ClusterStatus) -> list[Finding]:
     alive = [member for member in status.members if member.alive]
     return [
         *_members(status, alive),
-        *about_addresses(alive),
-        *about_shards(status.shard_counts, status.unowned_shards),
+        *check_addresses(alive),
+        *check_shards(status.shard_counts, status.unowned_shards),
         *_clocks(status, alive),
         *_versions(alive),
         *_backlog(status, alive),
@@ -78,10 +78,10 @@ def _members(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding
                 "members",
                 WRONG,
                 f"{member.address} is alive, but the instance that was asked cannot reach it: {member.unreachable}",
-                f"writes for its {_count(member.shards, 'shard')} fail at other instances; and if it is gone, their "
-                "timers do not fire until others take over",
-                "is its cluster.advertise an address that reaches it from there, with no firewall between? If its "
-                f"process is gone, this passes within {spoken(status.dead_after_ms)}",
+                f"other instances cannot forward writes for its {_count(member.shards, 'shard')}; if its process has "
+                "ended, their timers do not fire until other instances take over",
+                "check that its cluster.advertise is an address the other instances can reach, and that no firewall "
+                f"blocks it. If its process has ended, this is over within {format_duration(status.dead_after_ms)}",
             )
         elif not member.ready:
             yield _not_ready(member)
@@ -90,67 +90,67 @@ def _members(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding
             yield Finding(
                 "members",
                 WRONG,
-                f"{member.address} was declared dead, but lives",
-                "it stood still or was cut off the store for too long; it has dropped its shards and joins again",
-                "if it happens again: does it have processor time, is the store quick and always there?",
+                f"{member.address} was declared dead, but is running",
+                "it was paused or could not reach the store for too long; it has dropped its shards and joins again",
+                "if it happens again: check that it gets enough CPU time, and that the store is fast and reachable",
             )
     gone = [member for member in status.members if not member.alive and member.ready is None]
     back = {member.address for member in alive}
     missing = sorted({member.address for member in gone} - back)
     says = f"{len(alive)} alive" + (f", {len(gone)} dead" if gone else "")
     if not alive:
-        yield Finding("members", WRONG, says, "nothing is fired", "start one: `duetime serve`")
+        yield Finding("members", WRONG, says, "no timer fires", "start an instance: `duetime serve`")
     elif missing:
         yield Finding(
             "members",
             NOTE,
-            f"{says}; nobody is back at {_some(missing)}",
-            "the others have taken over, or will",
-            "nothing, if it was meant to end (its row goes after ten minutes); otherwise its log says why it did",
+            f"{says}; no new instance at {_some(missing)}",
+            "the other instances have taken over its shards, or will",
+            "nothing, if it was stopped on purpose (its row is deleted after ten minutes); otherwise see its log",
         )
     else:
         yield Finding("members", GOOD, says)
 
 
 def _not_ready(member: Member) -> Finding:
-    passing = member.reason in _COMING_OR_GOING
+    transient = member.reason in _TRANSIENT_REASONS
     return Finding(
         "members",
-        NOTE if passing else WRONG,
+        NOTE if transient else WRONG,
         f"{member.address} is not ready: {member.reason}",
-        "until it is, it fires nothing" if not passing else "",
-        "" if passing else "its log has more",
+        "its timers do not fire until it is ready" if not transient else "",
+        "" if transient else "see its log for the reason",
     )
 
 
-def about_addresses(alive: Sequence[Member]) -> Iterator[Finding]:
-    """Living members only."""
+def check_addresses(alive: Sequence[Member]) -> Iterator[Finding]:
+    """`alive`: the members that are alive."""
     for address, count in Counter(member.address for member in alive).items():
         if count > 1:
             yield Finding(
                 "addresses",
                 WRONG,
-                f"{count} living members say that they are at {address}",
-                "what is meant for one reaches the other, which refuses it",
-                "give each an address of its own with cluster.advertise; if it was killed and started again just "
-                "now, this passes by itself",
+                f"{count} live members have the address {address}",
+                "a request for one of them reaches the other, which refuses it",
+                "set a different cluster.advertise for each; if one was killed and started again a moment ago, this is "
+                "over within seconds",
             )
     hosts = {member.address: _host(member.address) for member in alive}
     elsewhere = sorted({host for host in hosts.values() if not _is_local(host)})
     for address, host in hosts.items():
         if _is_wildcard(host) and len(alive) > 1:
-            yield _not_an_address(address, "which stands for every address and is none")
+            yield _wrong_address(address, "which means all addresses and cannot be connected to")
         elif _is_local(host) and elsewhere:
-            yield _not_an_address(address, f"which from {_some(elsewhere)} is another machine")
+            yield _wrong_address(address, f"which means another machine when {_some(elsewhere)} connects to it")
 
 
-def _not_an_address(address: str, which: str) -> Finding:
+def _wrong_address(address: str, which: str) -> Finding:
     return Finding(
         "addresses",
         WRONG,
-        f"a member says that it is at {address}, {which}",
-        "instances on other machines cannot hand writes on to it",
-        "set cluster.advertise there, to its address in the network",
+        f"a member has the address {address}, {which}",
+        "instances on other machines cannot forward writes to it",
+        "set cluster.advertise of that member to its address in the network",
     )
 
 
@@ -175,7 +175,7 @@ def _is_wildcard(host: str) -> bool:
 # --- shards, clocks, versions --------------------------------------------------------------------
 
 
-def about_shards(counts: ShardCounts, unowned: Sequence[int]) -> Iterator[Finding]:
+def check_shards(counts: ShardCounts, unowned: Sequence[int]) -> Iterator[Finding]:
     if not unowned:
         yield Finding("shards", GOOD, f"all {counts.total} have an owner" if counts.total else "none yet")
         return
@@ -190,7 +190,7 @@ def about_shards(counts: ShardCounts, unowned: Sequence[int]) -> Iterator[Findin
         WRONG,
         f"of {counts.total}, {' and '.join(filter(None, parts))}: {named}{more}",
         "their timers do not fire, and writes to them wait",
-        "normal for seconds while members come and go; if it stays, the logs of the living say why they do not claim",
+        "normal for some seconds after a member starts or stops; if it stays, the logs of the live members say why",
     )
 
 
@@ -206,8 +206,8 @@ def _clocks(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding]
         yield Finding(
             "clock skew",
             WRONG if too_far else NOTE,
-            f"the clock of {member.address} is {member.clock_skew_ms} ms off the database's; the limit is {limit_ms}",
-            "it fires nothing and gives its shards away"
+            f"the clock of {member.address} is {member.clock_skew_ms} ms off the database's (limit: {limit_ms} ms)",
+            "it fires no timers and releases its shards"
             if too_far
             else "its timers fire by the database's clock, so the difference is corrected",
             "run a time service on both machines (chrony, systemd-timesyncd)",
@@ -223,8 +223,8 @@ def _versions(alive: Sequence[Member]) -> Iterator[Finding]:
             "versions",
             NOTE,
             ", ".join(f"{count} of {version}" for version, count in sorted(versions.items())),
-            "a rolling upgrade is under way, or was forgotten half-way",
-            "finish it: only neighbouring versions are tested together",
+            "a rolling upgrade is in progress, or was not finished",
+            "finish the upgrade: only adjacent versions are tested together",
         )
     elif versions:
         yield Finding("versions", GOOD, f"Duetime {next(iter(versions))} on every member")
@@ -235,12 +235,12 @@ def _versions(alive: Sequence[Member]) -> Iterator[Finding]:
 
 def _backlog(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding]:
     overdue_ms = status.oldest_due_ms or 0
-    overdue = f"the oldest due {spoken(overdue_ms)} ago" if overdue_ms else "none overdue"
-    says = f"{status.held} timers held back, {status.in_flight} in flight, {overdue}"
+    overdue = f"the oldest was due {format_duration(overdue_ms)} ago" if overdue_ms else "none overdue"
+    says = f"{status.held} timers held, {status.in_flight} in flight, {overdue}"
     if status.held:
         places = _held_for(alive)
-        advice = "the destinations are named here too" if places else "the logs name the destinations"
-        yield Finding("backlog", NOTE, says, "they wait for their destinations, and spend no attempts", advice)
+        advice = "see the destinations in this list" if places else "the logs name the destinations"
+        yield Finding("backlog", NOTE, says, "they wait for their destinations, and use no attempts", advice)
         yield from map(_waiting_for, places)
     elif overdue_ms > OVERDUE_WARN_MS:
         where = max(alive, key=lambda member: member.oldest_due_ms or 0)
@@ -248,9 +248,9 @@ def _backlog(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding
             "backlog",
             WRONG if overdue_ms > OVERDUE_WRONG_MS else NOTE,
             f"{says}, at {where.address}",
-            "no destination holds them back: the instance itself is behind, or just started after a pause",
-            "if it stays: does it have processor time (duetime_loop_lag_seconds), is the database quick "
-            "(duetime_commit_seconds), is its lease alive (duetime_lease_seconds)?",
+            "they do not wait for a destination: the instance is too slow, or has just started after a pause",
+            "if it stays: check its CPU time (duetime_loop_lag_seconds), the speed of the database "
+            "(duetime_commit_seconds) and its lease (duetime_lease_seconds)",
         )
     else:
         yield Finding("backlog", GOOD, says)
@@ -259,8 +259,8 @@ def _backlog(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding
             "writes",
             NOTE,
             f"{status.writes_waiting} writes wait for the database",
-            "creates are answered late, and beyond engine.writes_waiting_max with 429",
-            "look at the database: its disk, its locks, its connections (duetime_commit_seconds)",
+            "creates are slow; above engine.writes_waiting_max they are answered with 429",
+            "check the disk, locks and connections of the database (duetime_commit_seconds)",
         )
     else:
         yield Finding("writes", GOOD, f"{status.writes_waiting} waiting")
@@ -273,14 +273,14 @@ def _unreadable(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Find
             "unreadable",
             WRONG,
             f"{_count(status.unreadable, 'stored timer')} cannot be decoded, at {where}",
-            "they do not fire; all others do",
-            "the log names each (`cannot be decoded`): create it again or delete it. Written by a newer version? Then"
+            "they do not fire; all other timers do",
+            "the log names each (`cannot be decoded`): create it again or delete it. If a newer version wrote it,"
             " finish the upgrade",
         )
 
 
 def _held_for(alive: Sequence[Member]) -> list[HeldFor]:
-    """The same destination may be held by several members."""
+    """The five destinations with the most held timers. Several members may hold timers for the same one."""
     places: defaultdict[str, list[HeldFor]] = defaultdict(list)
     for member in alive:
         for place in member.held_for:
@@ -304,11 +304,11 @@ def _waiting_for(place: HeldFor) -> Finding:
             f"{place.held} wait for {place.destination}: its breaker is open after {place.failures} failures in a row"
         )
         return Finding(
-            "destination", NOTE, says, "it is tried with one call at a time until it answers", "mend the destination"
+            "destination", NOTE, says, "one call at a time is tried until it answers", "repair the destination"
         )
-    says = f"{place.held} wait for {place.destination}: {place.in_flight} calls are under way to it"
-    advice = "make it answer sooner, or raise delivery.concurrency_per_destination or delivery.rate_per_destination"
-    return Finding("destination", NOTE, says, "it is slower than what is due for it", advice)
+    says = f"{place.held} wait for {place.destination}: {place.in_flight} calls to it are in flight"
+    advice = "make it answer faster, or raise delivery.concurrency_per_destination or delivery.rate_per_destination"
+    return Finding("destination", NOTE, says, "more timers are due for it than it can receive", advice)
 
 
 def _lateness(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding]:
@@ -317,18 +317,18 @@ def _lateness(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Findin
         yield Finding(
             "lateness",
             NOTE,
-            f"{lateness_of(status)}; late at {_some([member.address for member in late])}",
-            "since those instances started: a start after a pause counts too",
-            "watch duetime_late_by_seconds, which tells what is so now",
+            f"{lateness_text(status)}; late at {_some([member.address for member in late])}",
+            "measured since those instances started, so it includes timers that were overdue at the start",
+            "watch duetime_late_by_seconds for the current lateness",
         )
     else:
-        yield Finding("lateness", GOOD, lateness_of(status))
+        yield Finding("lateness", GOOD, lateness_text(status))
 
 
-def lateness_of(status: ClusterStatus) -> str:
+def lateness_text(status: ClusterStatus) -> str:
     if status.lateness_p50_ms is None or status.lateness_p99_ms is None:
-        return "nothing fired yet"
-    return f"p50 within {spoken(status.lateness_p50_ms)}, p99 within {spoken(status.lateness_p99_ms)}"
+        return "no timer has fired yet"
+    return f"p50 within {format_duration(status.lateness_p50_ms)}, p99 within {format_duration(status.lateness_p99_ms)}"
 
 
 def _some(names: Sequence[str]) -> str:

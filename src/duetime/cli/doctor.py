@@ -1,7 +1,8 @@
-"""doctor: looks at everything a server depends on, and at the cluster it is in, and explains what is wrong.
+"""doctor: checks everything a server depends on, and the cluster, and explains what is wrong.
 
-Nothing is changed: the store is opened for a moment, to read, if nobody has it for himself. What may be passing
-(a member that died a second ago, a shard between two owners) is looked at again before it is called wrong.
+It changes nothing: the store is opened for a moment to read, unless another process has it open exclusively. A problem
+that may be transient (a member that died a second ago, a shard between two owners) is checked again before it is
+reported.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from pathlib import Path
 
 from duetime import __version__
 from duetime.api.auth import split_listen
-from duetime.cli.about import installed
-from duetime.cli.connect import client_of, print_json
+from duetime.cli.client_options import open_client
 from duetime.cli.diagnosis import (
     GOOD,
     NOTE,
     WRONG,
     Finding,
-    about_addresses,
-    about_cluster,
-    about_shards,
     by_severity,
-    marked,
+    check_addresses,
+    check_cluster,
+    check_shards,
+    with_mark,
 )
-from duetime.cli.screen import painted, spoken
-from duetime.cli.serving import configured
+from duetime.cli.output import format_duration, print_json, styled
+from duetime.cli.settings import config_from
+from duetime.cli.version import installed_versions
 from duetime.client import (
     AsyncClient,
     ClusterStatus,
@@ -54,18 +55,18 @@ DISK_FREE_MIN, DISK_FREE_LOW = 100 * 1024**2, 1024**3
 NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "afs", "ceph", "glusterfs"}
 )
-_PASSING_CHECKS = frozenset({"members", "addresses", "shards"})
-_LOOK_PAUSE_S = 0.5
-_SETTLING_MS = 2_000  # to claim and load what a dead member had
-_BEATS_WATCHED = 4
-_DANGER = "danger: "  # how a store's own diagnosis marks what endangers the timers
+_TRANSIENT_CHECKS = frozenset({"members", "addresses", "shards"})
+_POLL_PAUSE_S = 0.5
+_TAKE_OVER_MS = 2_000  # to claim and load the shards of a dead member
+_HEARTBEATS_WATCHED = 4
+_DANGER = "danger: "  # how Store.diagnose marks a setting by which timers can be lost
 
 
 async def doctor(arguments: Arguments) -> int:
-    findings = [*_machine()]
+    findings = [*_check_machine()]
     config = None
     try:
-        loaded = configured(arguments)
+        loaded = config_from(arguments)
         split_listen(loaded.server.listen)
         config = loaded
         findings.append(
@@ -73,15 +74,13 @@ async def doctor(arguments: Arguments) -> int:
         )
         findings += [Finding("configuration", NOTE, warning) for warning in loaded.warnings]
     except DuetimeError as error:
-        advice = "`duetime config show` prints what comes of flags, file and environment"
-        findings.append(
-            Finding("configuration", WRONG, error.detail, "`duetime serve` does not start like this", advice)
-        )
-    told, status = await _server(arguments, config)
-    findings += told
+        advice = "`duetime config show` prints the configuration that results from flags, file and environment"
+        findings.append(Finding("configuration", WRONG, error.detail, "`duetime serve` cannot start with it", advice))
+    server_findings, status = await _check_server(arguments, config)
+    findings += server_findings
     if config is not None:
-        findings.append(_descriptors(config))
-        findings += [finding async for finding in _store(config, status)]
+        findings.append(_check_open_files(config))
+        findings += [finding async for finding in _check_store(config, status)]
     return _report(by_severity(findings), as_json=arguments.json)
 
 
@@ -93,43 +92,46 @@ def _report(findings: list[Finding], *, as_json: bool) -> int:
             print_json(finding)
         return 1 if wrong else 0
     for finding in findings:
-        print(marked(finding, f"{finding.check.ljust(13)} {finding.says}"))
+        print(with_mark(finding, f"{finding.check.ljust(13)} {finding.says}"))
         for more in filter(None, (finding.why, finding.advice)):
-            print(f"  {'':13} {painted(more, 'dim')}")
+            print(f"  {'':13} {styled(more, 'dim')}")
     also = f"; {warnings} warning{'s' * (warnings > 1)}, marked !" if warnings else ""
     print(f"\n{f'{wrong} wrong' if wrong else 'nothing is wrong'}{also}")
     return 1 if wrong else 0
 
 
-def _machine() -> Iterator[Finding]:
+def _check_machine() -> Iterator[Finding]:
     python = (
         f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}"
     )
     yield Finding("python", GOOD, python)
-    versions = {"duetime": __version__, **installed()}
+    versions = {"duetime": __version__, **installed_versions()}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     missing = [name for name, version in versions.items() if version is None]
     if missing == ["uvloop"]:
         yield Finding(
-            "packages", NOTE, f"{listed}; without uvloop", advice="slower, but works; on Linux: pip install uvloop"
+            "packages",
+            NOTE,
+            f"{listed}; without uvloop",
+            advice="it works, but slower; on Linux and macOS: pip install uvloop",
         )
     elif missing:
         yield Finding("packages", WRONG, f"missing: {', '.join(missing)}", advice="install again: pip install duetime")
     else:
         yield Finding("packages", GOOD, listed)
     if hasattr(time, "CLOCK_BOOTTIME"):
-        yield Finding("clock", GOOD, "boot time is counted through a suspend")
+        yield Finding("clock", GOOD, "the clock for leases also counts while the machine is suspended")
     else:
         yield Finding(
             "clock",
             NOTE,
-            "no CLOCK_BOOTTIME here",
-            "while a machine is suspended, its lease would not run out",
-            "do not suspend this machine while it serves in a cluster",
+            "this system has no CLOCK_BOOTTIME",
+            "the lease of an instance does not run out while its machine is suspended",
+            "do not suspend this machine while it runs an instance of a cluster",
         )
 
 
-def _descriptors(config: Config) -> Finding:
+def _check_open_files(config: Config) -> Finding:
     wanted = config.server.connections_max + config.delivery.concurrency_max + 64
     try:
         import resource
@@ -141,7 +143,7 @@ def _descriptors(config: Config) -> Finding:
     return Finding(
         "open files",
         NOTE,
-        f"up to {limit}; at full load {wanted} are wanted",
+        f"up to {limit}; at full load {wanted} are needed",
         advice=f"ulimit -n {wanted}, or LimitNOFILE=",
     )
 
@@ -149,7 +151,7 @@ def _descriptors(config: Config) -> Finding:
 # --- the store -----------------------------------------------------------------------------------
 
 
-async def _store(config: Config, status: ClusterStatus | None) -> AsyncIterator[Finding]:
+async def _check_store(config: Config, status: ClusterStatus | None) -> AsyncIterator[Finding]:
     url = config.store.url
     if url.startswith("sqlite:"):
         from duetime.stores.sqlite.connection import holder, path_of
@@ -159,12 +161,12 @@ async def _store(config: Config, status: ClusterStatus | None) -> AsyncIterator[
         except DuetimeError as error:
             yield Finding("store", WRONG, error.detail)
             return
-        for finding in _disk(path):
+        for finding in _check_disk(path):
             yield finding
         if not _exists(path):
-            advice = "the first `duetime serve` makes it"
+            advice = "the first `duetime serve` creates it"
             if status is not None:
-                advice = f"the server that was asked is on {status.store}; --config or --store say where to look for it"
+                advice = f"the server that was asked uses {status.store}; set its store with --config or --store"
             yield Finding("store", NOTE, f"{path} does not exist yet", advice=advice)
             return
         if who := holder(url):
@@ -175,16 +177,16 @@ async def _store(config: Config, status: ClusterStatus | None) -> AsyncIterator[
     except DuetimeError as error:
         yield Finding("store", WRONG, error.detail)
         return
-    was_silent, log.disabled = log.disabled, True  # what a store would log at its opening is found below
+    was_silent, log.disabled = log.disabled, True  # what a store logs when it is opened is reported as findings
     try:
-        async for finding in _examined(store, config, status):
+        async for finding in _check_open_store(store, config, status):
             yield finding
     finally:
         log.disabled = was_silent
         await store.close()
 
 
-async def _examined(store: Store, config: Config, status: ClusterStatus | None) -> AsyncIterator[Finding]:
+async def _check_open_store(store: Store, config: Config, status: ClusterStatus | None) -> AsyncIterator[Finding]:
     try:
         await store.open()
         namespaces = sum(not namespace.deleted for namespace in await store.namespaces())
@@ -195,22 +197,27 @@ async def _examined(store: Store, config: Config, status: ClusterStatus | None) 
             yield Finding("store", GOOD, says)
         else:
             yield Finding("store", NOTE, says, "it is in memory: timers are lost when the process ends")
-        async for finding in _own_words(store):
+        async for finding in _database(store):
             yield finding
         if not store.capabilities.exclusive:
-            async for finding in _rows(store, config, status):
+            async for finding in _check_rows(store, config, status):
                 yield finding
     except SchemaMismatch as error:
-        advice = "a start of `duetime serve` makes the tables or updates them; a newer schema needs a newer Duetime"
+        advice = "`duetime serve` creates or updates the tables when it starts; a newer schema needs a newer Duetime"
         yield Finding("store", WRONG, error.detail, "this version can neither read nor write it", advice)
-        async for finding in _own_words(store):
+        async for finding in _database(store):
             yield finding
     except DuetimeError as error:
-        yield Finding("store", WRONG, error.detail, "without it nothing is written, and soon nothing is fired")
+        yield Finding(
+            "store",
+            WRONG,
+            error.detail,
+            "without the store no timer can be created, and when the lease runs out no timer fires",
+        )
 
 
-async def _own_words(store: Store) -> AsyncIterator[Finding]:
-    """What the store has to say about its database, if it has anything to say."""
+async def _database(store: Store) -> AsyncIterator[Finding]:
+    """The findings of the store about its database, if it has any."""
     diagnose = getattr(store, "diagnose", None)
     if diagnose is None:
         return
@@ -222,39 +229,39 @@ async def _own_words(store: Store) -> AsyncIterator[Finding]:
     for sentence in sentences:
         if sentence.startswith(_DANGER):
             what, _, why = sentence.removeprefix(_DANGER).partition(": ")
-            yield Finding("database", WRONG, what, why, "change that setting of the database")
+            yield Finding("database", WRONG, what, why, "change this setting of the database")
     if facts := [sentence for sentence in sentences if not sentence.startswith(_DANGER)]:
         yield Finding("database", GOOD, "; ".join(facts))
 
 
-# --- the cluster, by the rows of its store -------------------------------------------------------
+# --- the cluster, from the rows in the store -------------------------------------------------------
 
 
-async def _rows(store: Store, config: Config, status: ClusterStatus | None) -> AsyncIterator[Finding]:
-    """What the rows show and the members cannot say: that nobody is there, or somebody else."""
+async def _check_rows(store: Store, config: Config, status: ClusterStatus | None) -> AsyncIterator[Finding]:
+    """Findings that need the rows of the store: that no member is running, or that the server uses another store."""
     members = {member.instance_id: member for member in await store.members()}
     if status is not None:
         if status.instance_id not in members and members:
             yield Finding(
                 "store",
                 NOTE,
-                "the server that was asked is not on this store: its members are others",
-                advice="give the configuration of that server, with --config or --store",
+                "the server that was asked does not use this store: it is not one of its members",
+                advice="give the configuration of that server with --config or --store",
             )
         return
     alive = {name: member.counter for name, member in members.items() if member.alive}
     if not alive:
         yield Finding(
-            "members", NOTE, "no instance is running on this store", "nothing is fired", "start one: `duetime serve`"
+            "members", NOTE, "no instance uses this store", "no timer fires", "start an instance: `duetime serve`"
         )
         return
-    watched_ms = _BEATS_WATCHED * config.engine.heartbeat_interval.ms
+    watched_ms = _HEARTBEATS_WATCHED * config.engine.heartbeat_interval.ms
     await asyncio.sleep(watched_ms / 1_000)
     now = {member.instance_id: member for member in await store.members() if member.alive}
     still = [member for name, member in now.items() if alive.get(name) == member.counter]
-    yield _beating(len(now), [member.address for member in still], watched_ms, config.engine.dead_after.ms)
+    yield _heartbeats(len(now), [member.address for member in still], watched_ms, config.engine.dead_after.ms)
     if len(still) == len(now):
-        return  # whatever else the rows say is history
+        return  # no instance is running: the other rows are out of date
     rows = await store.shards()
     owned = Counter(row.owner_id for row in rows)
     shown = [
@@ -268,45 +275,48 @@ async def _rows(store: Store, config: Config, status: ClusterStatus | None) -> A
         )
         for name, member in now.items()
     ]
-    for finding in about_addresses(shown):
+    for finding in check_addresses(shown):
         yield finding
     unowned = [row.shard_id for row in rows if row.owner_id not in now]
     counts = ShardCounts(
         total=len(rows), owned=len(rows) - len(unowned), free=owned[None], of_dead=len(unowned) - owned[None]
     )
-    for finding in about_shards(counts, unowned):
+    for finding in check_shards(counts, unowned):
         yield finding
 
 
-def _beating(alive: int, still: list[str], watched_ms: int, dead_after_ms: int) -> Finding:
-    says = f"{alive} alive by their rows"
+def _heartbeats(alive: int, still: list[str], watched_ms: int, dead_after_ms: int) -> Finding:
+    says = f"{alive} alive according to their rows"
     if not still:
-        return Finding("members", GOOD, f"{says}, and their heartbeats come")
-    stood = f"{says}, but no heartbeat in {spoken(watched_ms)} from {', '.join(still[:3])}"
+        return Finding("members", GOOD, f"{says}, and all send heartbeats")
+    silent = f"{says}, but no heartbeat in {format_duration(watched_ms)} from {', '.join(still[:3])}"
     if len(still) == alive:
         return Finding(
-            "members", WRONG, stood, "no instance is running, or none reaches the store: nothing is fired",
-            "start one with `duetime serve`; if one is running, its log says why it does not reach the store",
+            "members", WRONG, silent, "no instance is running, or none can reach the store: no timer fires",
+            "start an instance with `duetime serve`; if one is running, its log says why it cannot reach the store",
         )  # fmt: skip
     return Finding(
-        "members", NOTE, stood, f"it was killed or is frozen: the others take over after {spoken(dead_after_ms)}",
-        "its log says what happened to it",
+        "members", NOTE, silent, f"it was killed or is paused: others take over after {format_duration(dead_after_ms)}",
+        "see its log",
     )  # fmt: skip
 
 
-def _disk(path: Path) -> Iterator[Finding]:
+def _check_disk(path: Path) -> Iterator[Finding]:
     folder = path.parent
     if not folder.is_dir():
         yield Finding("disk", WRONG, f"no directory {folder}", advice=f"mkdir -p {folder}")
         return
     if not os.access(folder, os.W_OK):
         yield Finding(
-            "disk", WRONG, f"{folder} is not writable", "the lock and the write-ahead log are made beside the file"
+            "disk",
+            WRONG,
+            f"{folder} is not writable",
+            "the lock and the write-ahead log are created in the same directory as the file",
         )
     free = shutil.disk_usage(folder).free
     says = f"{free / 1024**3:.1f} GiB free in {folder}"
     if free < DISK_FREE_MIN:
-        yield Finding("disk", WRONG, says, "creates fail when the disk is full", "make room")
+        yield Finding("disk", WRONG, says, "creates fail when the disk is full", "free some space")
     else:
         yield Finding("disk", NOTE if free < DISK_FREE_LOW else GOOD, says)
     kind = _file_system(folder)
@@ -321,7 +331,7 @@ def _exists(path: Path) -> bool:
 
 
 def _file_system(folder: Path) -> str:
-    """Its type, where the system tells (Linux)."""
+    """Its type, on Linux; otherwise empty."""
     try:
         mounts = Path("/proc/self/mounts").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -331,7 +341,7 @@ def _file_system(folder: Path) -> str:
         _, mount, kind, *_ = line.split(" ")
         mount = mount.replace("\\040", " ")
         inside = mount == "/" or str(folder) == mount or str(folder).startswith(mount + "/")
-        if inside and len(mount) >= length:  # of two mounts on one point the later covers the earlier
+        if inside and len(mount) >= length:  # of two mounts at the same point, the later one is in use
             found, length = kind, len(mount)
     return found
 
@@ -339,45 +349,48 @@ def _file_system(folder: Path) -> str:
 # --- the server ----------------------------------------------------------------------------------
 
 
-async def _server(arguments: Arguments, config: Config | None) -> tuple[list[Finding], ClusterStatus | None]:
-    """What is found, and what the server said of its cluster, if there is one."""
+async def _check_server(arguments: Arguments, config: Config | None) -> tuple[list[Finding], ClusterStatus | None]:
+    """The findings, and the cluster status if a server answered."""
     asked_for = arguments.url or os.environ.get("DUETIME_URL")
     if not asked_for and config is not None:
         arguments.url = _url_of(config)
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         try:
-            status, findings = await _settled(client)
+            status, findings = await _stable_status(client)
         except ConnectionFailed as error:
-            # Nobody said that there is one: then its absence is no fault.
+            # If no URL was given, it is not wrong that no server is running.
             verdict = WRONG if asked_for else NOTE
-            advice = "start one with `duetime serve`, or point to one with --url"
+            advice = "start a server with `duetime serve`, or give the URL of one with --url"
             return [Finding("server", verdict, error.detail, advice=advice)], None
         except Unauthenticated as error:
-            says, advice = f"{client.url}: {error.detail}", "give one with --token or DUETIME_TOKEN"
+            says, advice = f"{client.url}: {error.detail}", "give a token with --token or DUETIME_TOKEN"
             return [Finding("server", WRONG, says, advice=advice)], None
         except DuetimeError as error:
             return [Finding("server", WRONG, f"{client.url}: {error.detail}")], None
     where = f"{client.url}: Duetime {status.version} on {status.store}"
     if status.ready:
         return [Finding("server", GOOD, f"{where}, ready"), *findings], status
-    return [Finding("server", WRONG, f"{where}, not ready: {status.reason}", "it fires nothing"), *findings], status
+    return [
+        Finding("server", WRONG, f"{where}, not ready: {status.reason}", "its timers do not fire"),
+        *findings,
+    ], status
 
 
-async def _settled(client: AsyncClient) -> tuple[ClusterStatus, list[Finding]]:
-    """The cluster and what is to be said of it, once what was only passing has passed."""
+async def _stable_status(client: AsyncClient) -> tuple[ClusterStatus, list[Finding]]:
+    """The cluster status and its findings. Waits while the only problems may be transient."""
     waited_ms = 0.0
     while True:
         status = await client.cluster_status()
-        findings = about_cluster(status)
-        passing = any(finding.verdict == WRONG and finding.check in _PASSING_CHECKS for finding in findings)
-        if not passing or waited_ms > status.dead_after_ms + _SETTLING_MS:
+        findings = check_cluster(status)
+        transient = any(finding.verdict == WRONG and finding.check in _TRANSIENT_CHECKS for finding in findings)
+        if not transient or waited_ms > status.dead_after_ms + _TAKE_OVER_MS:
             return status, findings
-        await asyncio.sleep(_LOOK_PAUSE_S)
-        waited_ms += _LOOK_PAUSE_S * 1_000
+        await asyncio.sleep(_POLL_PAUSE_S)
+        waited_ms += _POLL_PAUSE_S * 1_000
 
 
 def _url_of(config: Config) -> str | None:
-    """Where a server of this configuration would be found from here; None: nobody knows (any free port)."""
+    """The URL of a server with this configuration. None: unknown, because it listens on any free port."""
     host, port = split_listen(config.server.listen)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # all addresses: then also this one
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # it listens on all addresses, so also on loopback
     return f"http://{f'[{host}]' if ':' in host else host}:{port}" if port else None

@@ -1,4 +1,4 @@
-"""listen: a local receiver that prints each callback on a line, verifies signatures, and answers as told."""
+"""listen: a local receiver that prints each callback on one line, checks signatures, and answers as the options say."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from datetime import UTC, datetime, timedelta
 
 from msgspec import Struct
 
-from duetime.cli.connect import print_json
-from duetime.cli.faults import UsageError
-from duetime.cli.screen import json_line, lateness, now_ms, painted, shortened, time_of_day
+from duetime.cli.errors import UsageError
+from duetime.cli.output import format_lateness, local_time, now_ms, print_json, shorten, styled, to_json
 from duetime.client import Callback, DuetimeError, again_at, ok, read_callback, retry
 from duetime.domain.instants import parse_duration
 from duetime.errors import SetupError
@@ -20,37 +19,37 @@ from duetime.http.server import Handler, HttpServer, Request, Response, serve_ht
 from duetime.signing import SignatureError, check_secret
 from duetime.signing import verify as verify_signature
 
-__all__ = ["Heard", "heard", "listen", "receive_on"]
+__all__ = ["ReceivedCallback", "listen", "read_request", "start_receiver"]
 
 
-class Heard(Struct, frozen=True):
-    """A callback that came, and whether to believe it. `signature`: "ok", "none", "not checked", or "bad: …"."""
+class ReceivedCallback(Struct, frozen=True):
+    """A callback, and the result of checking its signature: "ok", "none", "not checked", or "bad: …"."""
 
     callback: Callback
     signature: str
-    refused: bool = False  # there are secrets, and none of them signed it
+    refused: bool = False  # secrets were given, and it was not signed with any of them
 
 
-def heard(request: Request, secrets: Sequence[str]) -> Heard:
+def read_request(request: Request, secrets: Sequence[str]) -> ReceivedCallback:
     callback = read_callback(request.body, request.headers)
     if request.header(b"webhook-signature") is None:
-        return Heard(callback, "none", refused=bool(secrets))
+        return ReceivedCallback(callback, "none", refused=bool(secrets))
     if not secrets:
-        return Heard(callback, "not checked")
+        return ReceivedCallback(callback, "not checked")
     try:
         verify_signature(request.body, request.headers, secrets, now_s=now_ms() / 1_000)
     except SignatureError as error:
-        return Heard(callback, f"bad: {error}", refused=True)
-    return Heard(callback, "ok")
+        return ReceivedCallback(callback, f"bad: {error}", refused=True)
+    return ReceivedCallback(callback, "ok")
 
 
-async def receive_on(host: str, port: int, handler: Handler) -> HttpServer:
+async def start_receiver(host: str, port: int, handler: Handler) -> HttpServer:
     try:
         return await serve_http(
             handler, host, port, body_bytes_max=16 * 1024 * 1024, connections_max=1_024, idle_timeout_ms=75_000
         )
     except OSError as error:
-        in_use = "the port is in use; --port 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+        in_use = "the port is in use; --port 0 chooses a free port" if error.errno == errno.EADDRINUSE else ""
         raise SetupError(f"cannot listen on {host}:{port}: {in_use or error.strerror or error}") from None
 
 
@@ -65,9 +64,9 @@ async def listen(arguments: Arguments) -> int:
     async def handle(request: Request) -> Response:
         nonlocal count
         try:
-            what = heard(request, arguments.secret)
+            what = read_request(request, arguments.secret)
         except DuetimeError as error:
-            _print_stranger(request, error, as_json=arguments.json)
+            _print_other(request, error, as_json=arguments.json)
             return Response(400, b"")
         _print(what, as_json=arguments.json)
         if what.refused:
@@ -79,15 +78,15 @@ async def listen(arguments: Arguments) -> int:
             enough.set()
         return Response(arguments.status, answer_of())
 
-    server = await receive_on(arguments.host, arguments.port, handle)
+    server = await start_receiver(arguments.host, arguments.port, handle)
     if not arguments.json:
         print(f"listening on http://{arguments.host}:{server.port}/ (Ctrl-C ends)", flush=True)
         if not arguments.secret:
-            print(painted("signatures are not checked: give --secret to check them", "dim"), flush=True)
+            print(styled("signatures are not checked: give --secret to check them", "dim"), flush=True)
     try:
         await enough.wait()
     except asyncio.CancelledError:
-        return 0  # Ctrl-C is how this ends
+        return 0  # Ctrl-C is the normal end
     finally:
         await server.close(drain_ms=1_000)
     return 0
@@ -119,34 +118,35 @@ def _check_secret(secret: str) -> None:
         raise UsageError(f"--secret {error}") from None
 
 
-def _print(what: Heard, *, as_json: bool) -> None:
+def _print(what: ReceivedCallback, *, as_json: bool) -> None:
     callback = what.callback
     late_by_ms = callback.late_by.total_seconds() * 1_000
     if as_json:
         print_json({"callback": callback, "lateByMs": round(late_by_ms), "signature": what.signature})
     else:
         style = "red" if what.refused else "green" if what.signature == "ok" else "dim"
-        payload = "" if callback.payload is None else shortened(json_line(callback.payload), 60)
+        payload = "" if callback.payload is None else shorten(to_json(callback.payload), 60)
         print(
-            time_of_day(),
-            painted(f"{callback.namespace}/{callback.timer_id}", "bold"),
+            local_time(),
+            styled(f"{callback.namespace}/{callback.timer_id}", "bold"),
             f"attempt {callback.attempt}",
-            lateness(late_by_ms),
-            painted(f"signature {what.signature}{', refused' * what.refused}", style),
+            format_lateness(late_by_ms),
+            styled(f"signature {what.signature}{', refused' * what.refused}", style),
             payload,
             sep="  ",
         )
     _flush()
 
 
-def _print_stranger(request: Request, error: DuetimeError, *, as_json: bool) -> None:
+def _print_other(request: Request, error: DuetimeError, *, as_json: bool) -> None:
+    """Prints a request that is not a callback."""
     if as_json:
         print_json({"method": request.method, "path": request.path, "error": error.detail})
     else:
-        print(f"{time_of_day()}  {request.method} {request.path}  {error.detail}")
+        print(f"{local_time()}  {request.method} {request.path}  {error.detail}")
     _flush()
 
 
 def _flush() -> None:
-    """A pipe must see each line as it happens."""
+    """The reader of a pipe gets each line at once."""
     print(end="", flush=True)

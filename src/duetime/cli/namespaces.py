@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from argparse import Namespace as Arguments
 
-from duetime.cli.connect import client_of, print_json, retry_policy_of
-from duetime.cli.faults import UsageError
-from duetime.cli.screen import painted, retries, show_fields, show_table
+from duetime.cli.client_options import open_client, retry_policy_from
+from duetime.cli.errors import UsageError
+from duetime.cli.output import format_retries, print_fields, print_json, print_table, styled
 from duetime.client import Namespace, NamespaceSettings
 
 __all__ = ["create", "delete", "get", "list_all", "rotate_secret", "update"]
 
 
 async def create(arguments: Arguments) -> int:
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         _show(
             arguments,
             await client.namespaces.create(arguments.name, num_shards=arguments.shards, **_settings(arguments)),
@@ -22,19 +22,19 @@ async def create(arguments: Arguments) -> int:
 
 
 async def get(arguments: Arguments) -> int:
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         _show(arguments, await client.namespaces.get(arguments.name))
     return 0
 
 
 async def list_all(arguments: Arguments) -> int:
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         listed = await client.namespaces.list()
     if arguments.json:
         for namespace in listed:
             print_json(namespace)
     else:
-        show_table(
+        print_table(
             ["namespace", "shards", "keeps delivered", "keeps failed", "signed", "to"],
             [
                 (
@@ -55,13 +55,13 @@ async def update(arguments: Arguments) -> int:
     settings = _settings(arguments)
     if not settings:
         raise UsageError("nothing to change: give at least one option, such as --to")
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         _show(arguments, await client.namespaces.update(arguments.name, **settings))
     return 0
 
 
 async def delete(arguments: Arguments) -> int:
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         await client.namespaces.delete(arguments.name)
     if arguments.json:
         print_json({"deleted": arguments.name})
@@ -71,20 +71,22 @@ async def delete(arguments: Arguments) -> int:
 
 
 async def rotate_secret(arguments: Arguments) -> int:
-    """The server shows secrets redacted; sent back in an update, a redacted one stands for itself."""
+    """The server returns redacted secrets. In an update, a redacted secret means: keep this one."""
     from duetime.signing import new_secret
 
     secret = new_secret()
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         old = () if arguments.drop_old else (await client.namespaces.get(arguments.name)).signing_secrets[:1]
         await client.namespaces.update(arguments.name, signing_secrets=[secret, *old])
     if arguments.json:
         print_json({"namespace": arguments.name, "secret": secret, "kept": len(old)})
         return 0
-    print("The new secret, shown only this once; callbacks are signed by it from now on:\n")
+    print("The new secret. It is shown only now; callbacks are signed with it from now on:\n")
     print(f"  {secret}\n")
     if old:
-        print("The one before keeps signing beside it. When all receivers know the new one, end that:")
+        print(
+            "Callbacks are also signed with the previous secret. When all receivers have the new one, remove the old:"
+        )
         print(f"  duetime namespace update {arguments.name} --secret THE_NEW_SECRET")
     return 0
 
@@ -92,7 +94,7 @@ async def rotate_secret(arguments: Arguments) -> int:
 def _settings(arguments: Arguments) -> NamespaceSettings:
     given = {
         "callback_url": arguments.to,
-        "retry_policy": retry_policy_of(arguments),
+        "retry_policy": retry_policy_from(arguments),
         "callback_timeout_seconds": arguments.callback_timeout,
         "require_ok": arguments.require_ok,
         "delivered_retention": arguments.keep_delivered,
@@ -107,14 +109,14 @@ def _show(arguments: Arguments, namespace: Namespace) -> None:
     if arguments.json:
         print_json(namespace)
         return
-    show_fields(
+    print_fields(
         [
-            ("namespace", painted(namespace.namespace, "bold")),
+            ("namespace", styled(namespace.namespace, "bold")),
             ("shards", str(namespace.num_shards)),
             ("to", namespace.callback_url or ""),
             ("callback timeout", f"{namespace.callback_timeout_seconds} s"),
-            ("retries", retries(namespace.retry_policy)),
-            ("demands ok", "yes" if namespace.require_ok else "no"),
+            ("retries", format_retries(namespace.retry_policy)),
+            ("requires ok", "yes" if namespace.require_ok else "no"),
             ("keeps", f"delivered {namespace.delivered_retention}, failed {namespace.failed_retention}"),
             ("payload up to", f"{namespace.payload_bytes_max} bytes" if namespace.payload_bytes_max else ""),
             ("secrets", ", ".join(namespace.signing_secrets) or "none: callbacks are not signed"),

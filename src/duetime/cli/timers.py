@@ -12,21 +12,22 @@ from typing import Any
 
 import msgspec
 
-from duetime.cli.connect import client_of, print_json, retry_policy_of
-from duetime.cli.faults import UsageError
-from duetime.cli.screen import (
-    ago,
-    lateness,
+from duetime.cli.client_options import open_client, retry_policy_from
+from duetime.cli.errors import UsageError
+from duetime.cli.output import (
+    format_duration,
+    format_lateness,
+    format_relative,
+    format_relative_ms,
+    format_retries,
+    local_time,
     now_ms,
-    painted,
-    relative,
-    retries,
-    shortened,
-    show_fields,
-    show_table,
-    spoken,
-    state,
-    time_of_day,
+    print_fields,
+    print_json,
+    print_table,
+    shorten,
+    styled,
+    styled_state,
 )
 from duetime.client import (
     AsyncClient,
@@ -43,18 +44,18 @@ from duetime.client import (
 
 __all__ = ["create", "delete", "fire_now", "get", "list_timers", "replay", "update", "watch"]
 
-LOOK_PAUSE_S, LOOK_PAUSE_MAX_S = 0.1, 2.0
-ABSENCE_MAX_S, ABSENCE_PAUSE_S = 60.0, 0.5  # of a server that answered before: it may be starting again
+POLL_MIN_S, POLL_MAX_S = 0.1, 2.0
+OUTAGE_MAX_S, OUTAGE_PAUSE_S = 60.0, 0.5  # for a server that has answered before: it may be restarting
 
 
 async def create(arguments: Arguments) -> int:
     new = NewTimer(arguments.timer_id, if_absent=arguments.if_absent, **_fields(arguments))
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         created = await client.create(**msgspec.structs.asdict(new))
     if arguments.json:
         print_json(created)
     elif created.existed:
-        print(f"{_name(created.timer)} exists already ({created.timer.state}), unchanged")
+        print(f"{_name(created.timer)} already exists ({created.timer.state}); not changed")
     else:
         verb = "replaced" if created.replaced else "created"
         print(f"{verb} {_name(created.timer)}, due {_when(created.timer.execute_at)}")
@@ -62,7 +63,7 @@ async def create(arguments: Arguments) -> int:
 
 
 async def get(arguments: Arguments) -> int:
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         timer = await client.get(arguments.timer_id, namespace=arguments.namespace)
     _show(arguments, timer)
     return 0
@@ -72,43 +73,43 @@ async def update(arguments: Arguments) -> int:
     changes: TimerChanges = _fields(arguments)  # type: ignore[assignment]
     if not changes.keys() - {"namespace"}:
         raise UsageError("nothing to change: give at least one option, such as --in or --payload")
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         updated = await client.update(arguments.timer_id, **changes)
     if arguments.json:
         print_json(updated)
         return 0
     print(f"updated {_name(updated.timer)}, due {_when(updated.timer.execute_at)}")
     if updated.verdict is Verdict.IN_FLIGHT:
-        print("a callback with the old values is under way")
+        print("a callback with the old values is in flight")
     return 0
 
 
 async def delete(arguments: Arguments) -> int:
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         verdict = await client.delete(arguments.timer_id, namespace=arguments.namespace)
     if arguments.json:
         print_json({"verdict": verdict})
     else:
         said = {
             Verdict.CANCELLED: "cancelled: it will not fire",
-            Verdict.IN_FLIGHT: "in flight: a callback is under way, none will follow",
-            Verdict.ALREADY_REACHED: "already over: there was nothing to cancel",
+            Verdict.IN_FLIGHT: "in flight: a callback is in flight, no other will follow",
+            Verdict.ALREADY_REACHED: "already over: nothing to cancel",
         }
         print(said.get(verdict, str(verdict)))
     return 0
 
 
 async def fire_now(arguments: Arguments) -> int:
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         timer = await client.fire_now(arguments.timer_id, namespace=arguments.namespace)
-    print_json(timer) if arguments.json else print(f"fires now: {_name(timer)}")
+    print_json(timer) if arguments.json else print(f"due now: {_name(timer)}")
     return 0
 
 
 async def replay(arguments: Arguments) -> int:
-    async with client_of(arguments) as client:
+    async with open_client(arguments) as client:
         timer = await client.replay(arguments.timer_id, namespace=arguments.namespace)
-    print_json(timer) if arguments.json else print(f"fires once more: {_name(timer)}")
+    print_json(timer) if arguments.json else print(f"fires again: {_name(timer)}")
     return 0
 
 
@@ -117,7 +118,7 @@ async def list_timers(arguments: Arguments) -> int:
     rows: list[tuple[str, ...]] = []
     count = 0
     async with (
-        client_of(arguments) as client,
+        open_client(arguments) as client,
         aclosing(client.list(page_size=min(limit + 1, 500), **_filter(arguments))) as timers,
     ):
         async for timer in timers:
@@ -132,71 +133,77 @@ async def list_timers(arguments: Arguments) -> int:
             limit = sys.maxsize
     if not arguments.json:
         if rows:
-            show_table(["id", "state", "due", "ended", "attempts", "late by", "to"], rows)
+            print_table(["id", "state", "due", "ended", "attempts", "late by", "to"], rows)
         else:
             print("no timers")
         if count == limit:
-            print(painted(f"… and more; --limit 0 shows all, the first {count} are above", "dim"))
+            print(styled(f"the first {count}; there are more (--limit 0 shows all)", "dim"))
     return 0
 
 
 async def watch(arguments: Arguments) -> int:
-    """Looks often while something may happen, and seldom while the timer is far away."""
-    async with client_of(arguments) as client:
+    """Polls often when the timer is nearly due, and every POLL_MAX_S when it is not."""
+    async with open_client(arguments) as client:
         last: Timer | None = None
         while True:
-            timer = await _look(client, arguments, patient=last is not None)
-            if last is None or _seen(timer) != _seen(last):
-                print_json(timer) if arguments.json else print(_change(timer))
+            timer = await _poll(client, arguments, wait_for_server=last is not None)
+            if last is None or _shown_state(timer) != _shown_state(last):
+                print_json(timer) if arguments.json else print(_change_line(timer))
                 sys.stdout.flush()
             if timer.is_over:
                 return 0 if timer.state is State.DELIVERED else 1
             last = timer
-            await asyncio.sleep(_until_next_look(timer))
+            await asyncio.sleep(_poll_pause_s(timer))
 
 
-async def _look(client: AsyncClient, arguments: Arguments, *, patient: bool) -> Timer:
-    """The timer as it stands; if `patient`, also after an absence of the server, which is told once."""
+async def _poll(client: AsyncClient, arguments: Arguments, *, wait_for_server: bool) -> Timer:
+    """The timer as it is now. `wait_for_server`: retry for OUTAGE_MAX_S if the server is away, and print that once."""
     clock = asyncio.get_running_loop().time
     gone_since: float | None = None
     while True:
         try:
             timer = await client.get(arguments.timer_id, namespace=arguments.namespace)
         except (ConnectionFailed, Unserved) as error:
-            if not patient or (gone_since is not None and clock() - gone_since > ABSENCE_MAX_S):
+            if not wait_for_server or (gone_since is not None and clock() - gone_since > OUTAGE_MAX_S):
                 raise
             if gone_since is None:
                 gone_since = clock()
-                print(f"{error.detail}; trying for {spoken(ABSENCE_MAX_S * 1_000)}", file=sys.stderr, flush=True)
-            await asyncio.sleep(ABSENCE_PAUSE_S)
+                print(
+                    f"{error.detail}; trying again for {format_duration(OUTAGE_MAX_S * 1_000)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            await asyncio.sleep(OUTAGE_PAUSE_S)
         else:
             if gone_since is not None:
-                print("the server is back", file=sys.stderr, flush=True)
+                print("the server answers again", file=sys.stderr, flush=True)
             return timer
 
 
-def _until_next_look(timer: Timer) -> float:
-    """In seconds. A timer may be changed or fired from elsewhere: never longer than LOOK_PAUSE_MAX_S."""
+def _poll_pause_s(timer: Timer) -> float:
+    """At most POLL_MAX_S, because another client may change or fire the timer."""
     ahead_s = timer.execute_at.timestamp() - now_ms() / 1_000
-    return min(max(ahead_s, LOOK_PAUSE_S), LOOK_PAUSE_MAX_S)
+    return min(max(ahead_s, POLL_MIN_S), POLL_MAX_S)
 
 
-def _seen(timer: Timer) -> tuple[object, ...]:
+def _shown_state(timer: Timer) -> tuple[object, ...]:
     return timer.state, timer.execute_at, timer.attempts, timer.created_at
 
 
-def _change(timer: Timer) -> str:
-    parts = [time_of_day(), state(timer.state).ljust(9)]
+def _change_line(timer: Timer) -> str:
+    parts = [local_time(), styled_state(timer.state).ljust(9)]
     if timer.state is State.SCHEDULED:
         parts.append(f"due {_when(timer.execute_at)}")
         if timer.attempts:
-            parts.append(f"after {_attempts(timer)}: {timer.last_error or 'asked to be called again'}")
+            parts.append(f"after {_attempts(timer)}: {timer.last_error or 'the receiver asked for another call'}")
     else:
-        parts += [text for text in (_attempts(timer), lateness(timer.late_by_ms), timer.last_error or "") if text]
+        parts += [
+            text for text in (_attempts(timer), format_lateness(timer.late_by_ms), timer.last_error or "") if text
+        ]
     return "  ".join(parts)
 
 
-# --- arguments and screens -----------------------------------------------------------------------
+# --- arguments and output ------------------------------------------------------------------------
 
 
 def _fields(arguments: Arguments) -> dict[str, Any]:
@@ -209,7 +216,7 @@ def _fields(arguments: Arguments) -> dict[str, Any]:
         "tags": arguments.tag,
         "correlation_id": arguments.correlation_id,
         "callback_timeout_seconds": arguments.callback_timeout,
-        "retry_policy": retry_policy_of(arguments),
+        "retry_policy": retry_policy_from(arguments),
         "missed": _missed(arguments),
         "namespace": arguments.namespace,
     }
@@ -230,7 +237,7 @@ def _payload(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise UsageError(f"--payload is not JSON: {error}; a text needs quotes, '\"like this\"'") from None
+        raise UsageError(f"--payload is not JSON: {error}; text needs double quotes: '\"like this\"'") from None
 
 
 def _headers(given: list[str] | None) -> dict[str, str] | None:
@@ -240,7 +247,7 @@ def _headers(given: list[str] | None) -> dict[str, str] | None:
     for text in given:
         name, colon, value = text.partition(":")
         if not colon:
-            raise UsageError(f"--header {text}: write it as NAME:VALUE")
+            raise UsageError(f"--header {text}: must be NAME:VALUE")
         headers[name.strip()] = value.strip()
     return headers
 
@@ -268,21 +275,21 @@ def _show(arguments: Arguments, timer: Timer) -> None:
     if arguments.json:
         print_json(timer)
         return
-    show_fields(
+    print_fields(
         [
-            ("timer", painted(_name(timer), "bold")),
-            ("state", state(timer.state)),
+            ("timer", styled(_name(timer), "bold")),
+            ("state", styled_state(timer.state)),
             ("was due" if timer.is_over else "due", _when(timer.execute_at)),
-            ("asked for", _when(timer.scheduled_at) if timer.scheduled_at != timer.execute_at else ""),
+            ("scheduled for", _when(timer.scheduled_at) if timer.scheduled_at != timer.execute_at else ""),
             ("created", _when(timer.created_at)),
             ("over since", _when(timer.reached_at) if timer.reached_at else ""),
             ("attempts", str(timer.attempts or "")),
-            ("first fired", lateness(timer.late_by_ms)),
+            ("first attempt", format_lateness(timer.late_by_ms)),
             ("last error", timer.last_error or ""),
             ("to", timer.callback_url),
-            ("payload", "" if timer.payload is None else shortened(msgspec.json.encode(timer.payload).decode(), 100)),
+            ("payload", "" if timer.payload is None else shorten(msgspec.json.encode(timer.payload).decode(), 100)),
             ("headers", ", ".join(f"{name}: {value}" for name, value in (timer.headers or {}).items())),
-            ("retries", retries(timer.retry_policy) if timer.retry_policy else ""),
+            ("retries", format_retries(timer.retry_policy) if timer.retry_policy else ""),
             ("if missed", _if_missed(timer.missed)),
             ("callback timeout", f"{timer.callback_timeout_seconds} s" if timer.callback_timeout_seconds else ""),
             ("tags", ", ".join(timer.tags)),
@@ -295,19 +302,19 @@ def _if_missed(missed: Missed | None) -> str:
     if missed is None:
         return ""
     if missed.skip_if_late_by is not None:
-        return f"skipped when late by {missed.skip_if_late_by}"
-    return f"failed when late by {missed.fail_if_late_by}"
+        return f"skipped if late by {missed.skip_if_late_by}"
+    return f"failed if late by {missed.fail_if_late_by}"
 
 
 def _row(timer: Timer) -> tuple[str, ...]:
     return (
-        shortened(timer.timer_id, 40),
-        state(timer.state),
-        "" if timer.is_over else ago(timer.execute_at),
+        shorten(timer.timer_id, 40),
+        styled_state(timer.state),
+        "" if timer.is_over else format_relative(timer.execute_at),
         f"{timer.reached_at.astimezone():%Y-%m-%d %H:%M:%S}" if timer.reached_at else "",
         str(timer.attempts or ""),
-        "" if timer.late_by_ms is None else spoken(timer.late_by_ms),
-        shortened(timer.callback_url, 50),
+        "" if timer.late_by_ms is None else format_duration(timer.late_by_ms),
+        shorten(timer.callback_url, 50),
     )
 
 
@@ -316,7 +323,7 @@ def _name(timer: Timer) -> str:
 
 
 def _when(at: datetime) -> str:
-    return f"{relative(at.timestamp() * 1_000)} ({at.astimezone():%Y-%m-%d %H:%M:%S%z})"
+    return f"{format_relative_ms(at.timestamp() * 1_000)} ({at.astimezone():%Y-%m-%d %H:%M:%S%z})"
 
 
 def _attempts(timer: Timer) -> str:

@@ -1,23 +1,23 @@
-"""The Python client: create, look at, change and cancel timers.
+"""The Python client: create, read, change and cancel timers.
 
     with Client() as duetime:
         duetime.create("order-17", delay="30m", callback_url="https://shop.example/hooks", payload={"order": 17})
 
-`AsyncClient` does the work; `Client` offers the same methods to code without an event loop.
-In front of a cluster, `direct=True` sends what is about a timer to the instance that owns it.
-`verify`, `ok`, `retry` and `again_at` are for the side that is called back.
+`AsyncClient` is the client; `Client` has the same methods for code without an event loop.
+With a cluster, `direct=True` sends a call about a timer to the instance that owns it.
+`verify`, `ok`, `retry` and `again_at` are for the program that receives the callbacks.
 
-What is repeated by itself, within `retries` and `timeout`: whatever certainly changed nothing (429, 503
-`not_applied`, no connection), and, if its fate is unknown, only what does no harm twice: reads, deletes, and
-creates with `if_absent`. A plain create of unknown fate raises OutcomeUnknown: made again after it had fired,
-the timer would fire twice.
+Within `retries` and `timeout` the client retries calls that certainly changed nothing (429, 503 `not_applied`, no
+connection). If the outcome is unknown, it retries only what is safe to do twice: reads, deletes, updates of a
+namespace, and creates with `if_absent`. A create without `if_absent` raises OutcomeUnknown instead: if the first one
+was applied and has already fired, a second one would fire the timer twice.
 """
 
 from __future__ import annotations
 
 from duetime.client.asynchronous import AsyncClient
-from duetime.client.failures import ConnectionFailed
-from duetime.client.shapes import (
+from duetime.client.errors import ConnectionFailed
+from duetime.client.models import (
     ClusterStatus,
     Created,
     HeldFor,
@@ -52,7 +52,7 @@ from duetime.errors import (
 )
 from duetime.receiver import Callback, SignatureError, again_at, ok, read_callback, retry, verify
 
-Ending = Outcome  # the name it had first
+Ending = Outcome  # the old name of Outcome
 
 __all__ = [
     "AsyncClient",

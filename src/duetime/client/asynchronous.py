@@ -1,4 +1,4 @@
-"""AsyncClient: every call of the HTTP API as a method, repeated only where that is safe."""
+"""AsyncClient: every call of the HTTP API as a method, retried only where that is safe."""
 
 from __future__ import annotations
 
@@ -9,20 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from datetime import datetime
 from typing import Any, Self, TypeVar, Unpack
 
-from duetime.client.answers import (
-    decode_created,
-    decode_deleted,
-    decode_namespace,
-    decode_namespaces,
-    decode_page,
-    decode_status,
-    decode_timer,
-    decode_updated,
-)
 from duetime.client.calls import Calls
-from duetime.client.failures import ConnectionFailed, Kind
-from duetime.client.routing import Direct
-from duetime.client.shapes import (
+from duetime.client.errors import CallKind, ConnectionFailed
+from duetime.client.models import (
     ClusterStatus,
     Created,
     Delay,
@@ -36,10 +25,21 @@ from duetime.client.shapes import (
     TimerChanges,
     TimerFilter,
     Updated,
-    encoded,
-    encoded_new,
-    wire_dict,
+    encode_json,
+    encode_new,
+    to_wire,
 )
+from duetime.client.responses import (
+    decode_created,
+    decode_deleted,
+    decode_namespace,
+    decode_namespaces,
+    decode_page,
+    decode_status,
+    decode_timer,
+    decode_updated,
+)
+from duetime.client.routing import Direct
 from duetime.domain.timer import State, Verdict
 from duetime.errors import DuetimeError, NotFound, OutcomeUnknown, SetupError
 
@@ -52,13 +52,14 @@ R = TypeVar("R")
 
 
 class AsyncClient:
-    """Use it as a context manager, or close() it. Belongs to the event loop it is first used in.
+    """Use it as a context manager, or call close(). It belongs to the event loop in which it is first used.
 
-    `url` may be several, of one cluster: any that answers is used. `timeout` bounds a whole call in seconds,
-    repeats included. `coalesce`: creates and deletes that are under way at the same time share requests
+    `url` may be a list of URLs of one cluster: any that answers is used. `timeout` bounds a whole call with its
+    retries, in seconds. With `coalesce`, creates and deletes that are made at the same time share requests
     (createMany, deleteMany), for several times the throughput; `timeout` then bounds each of those requests.
-    `direct`: what is about one timer is sent to the instance that owns it, at the address that instance
-    advertises. With an https URL that takes `direct="https"`: a token is never sent on in plain http.
+    With `direct`, a call about one timer is sent to the instance that owns it, at the address which that instance
+    advertises. With an https URL this needs `direct="https"`: a token that was given for https is never sent in plain
+    http.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class AsyncClient:
         token: str | None = None,
         *,
         namespace: str = "default",
-        timeout: float = 15.0,  # more than the server takes to say that nothing was applied
+        timeout: float = 15.0,  # longer than the server takes to answer that nothing was applied
         retries: int = RETRIES,
         coalesce: bool = False,
         direct: Direct = False,
@@ -83,7 +84,7 @@ class AsyncClient:
         if token := token or os.environ.get("DUETIME_TOKEN"):
             headers["authorization"] = f"Bearer {token}"
         self._calls = Calls(self.urls, headers, timeout_s=timeout, retries=retries, direct=direct)
-        self._way_of = self._calls.routes.way_of
+        self._route_of = self._calls.routes.route_of
         self._coalesce = coalesce
 
     async def __aenter__(self) -> Self:
@@ -114,9 +115,11 @@ class AsyncClient:
         if_absent: bool = False,
         namespace: str | None = None,
     ) -> Created:
-        """Create a timer or replace the one of that id, at an instant or after a delay (a float is seconds).
+        """Create a timer, or replace the timer with that id. It is due `at` an instant or after a `delay` (a float is
+        in seconds).
 
-        `if_absent`: never replace; the same timer again is answered as it stands, a different one is a Conflict.
+        `if_absent`: never replace. If the same timer exists, it is returned unchanged; if a different one exists,
+        Conflict is raised.
         """
         new = NewTimer(
             timer_id,
@@ -133,60 +136,67 @@ class AsyncClient:
             if_absent,
             namespace,
         )
-        body = encoded_new(new, self.namespace)
-        key = (_or(namespace, self.namespace), timer_id)
-        kind = Kind.REPEATABLE if if_absent else Kind.ONCE
+        body = encode_new(new, self.namespace)
+        key = (_namespace_or(namespace, self.namespace), timer_id)
+        kind = CallKind.IDEMPOTENT if if_absent else CallKind.NOT_IDEMPOTENT
         try:
             if not self._coalesce:
                 return await self._calls.call("timers/create", body, decode_created, kind, key)
 
-            def gathered(_: float) -> asyncio.Future[Created]:
-                way = self._way_of(*key)
-                return (way.creates_if_absent if if_absent else way.creates).add(body)
+            def attempt(_: float) -> asyncio.Future[Created]:
+                route = self._route_of(*key)
+                return (route.creates_if_absent if if_absent else route.creates).add(body)
 
-            return await self._calls.persist(gathered, kind)
+            return await self._calls.with_retries(attempt, kind)
         except OutcomeUnknown as error:
-            raise OutcomeUnknown(_create_in_doubt(timer_id, error, if_absent)) from None
+            raise OutcomeUnknown(_unknown_create_text(timer_id, error, if_absent)) from None
 
     async def create_many(self, timers: Iterable[NewTimer]) -> builtins.list[Created | DuetimeError]:
-        """Any number of timers, 1,000 to a request. A result or an error for each, in order."""
+        """Create any number of timers, 1,000 in each request. Returns a result or an error for each, in order."""
         listed = builtins.list(timers)
-        bodies = [encoded_new(new, self.namespace) for new in listed]
-        kinds = [Kind.REPEATABLE if new.if_absent else Kind.ONCE for new in listed]
+        bodies = [encode_new(new, self.namespace) for new in listed]
+        kinds = [CallKind.IDEMPOTENT if new.if_absent else CallKind.NOT_IDEMPOTENT for new in listed]
         return await self._calls.many(
             bodies,
             kinds,
-            lambda i: self._way_of(_or(listed[i].namespace, self.namespace), listed[i].timer_id),
+            lambda i: self._route_of(_namespace_or(listed[i].namespace, self.namespace), listed[i].timer_id),
             self._calls.create_batch,
         )
 
     async def get(self, timer_id: str, *, namespace: str | None = None) -> Timer:
-        return await self._about("timers/get", timer_id, namespace, Kind.READ)
+        """Raises NotFound if there is no such timer."""
+        return await self._timer_call("timers/get", timer_id, namespace, CallKind.READ)
 
     async def update(self, timer_id: str, **changes: Unpack[TimerChanges]) -> Updated:
-        """Change some fields. The verdict is UPDATED, or IN_FLIGHT: applied, but an older callback is under way."""
+        """Change some fields. The verdict is UPDATED, or IN_FLIGHT: the change was applied, but a callback with the old
+        values is in flight."""
         namespace = changes.get("namespace", self.namespace)
-        body = encoded({"namespace": namespace, "timerId": timer_id, **wire_dict(changes)})
-        return await self._calls.call("timers/update", body, decode_updated, Kind.ONCE, (namespace, timer_id))
+        body = encode_json({"namespace": namespace, "timerId": timer_id, **to_wire(changes)})
+        return await self._calls.call(
+            "timers/update", body, decode_updated, CallKind.NOT_IDEMPOTENT, (namespace, timer_id)
+        )
 
     async def delete(self, timer_id: str, *, namespace: str | None = None) -> Verdict:
-        """CANCELLED: no callback will start. IN_FLIGHT: one is under way. ALREADY_REACHED: it was over before."""
-        name = _or(namespace, self.namespace)
-        body = _ref(name, timer_id)
-        tries = 0
+        """Cancel a timer. CANCELLED: no callback will start. IN_FLIGHT: one is in flight, no other will follow.
+        ALREADY_REACHED: the timer was already over."""
+        name = _namespace_or(namespace, self.namespace)
+        body = _timer_ref(name, timer_id)
+        attempts = 0
 
-        async def once(deadline: float) -> Verdict:
-            nonlocal tries
-            tries += 1
-            way = self._way_of(name, timer_id)
+        async def attempt(deadline: float) -> Verdict:
+            nonlocal attempts
+            attempts += 1
+            route = self._route_of(name, timer_id)
             if self._coalesce:
-                return await way.deletes.add(body)
-            answer = await self._calls.once("timers/delete", body, decode_deleted, Kind.REPEATABLE, deadline, way)
+                return await route.deletes.add(body)
+            answer = await self._calls.attempt(
+                "timers/delete", body, decode_deleted, CallKind.IDEMPOTENT, deadline, route
+            )
             return answer.verdict
 
-        verdict = await self._calls.persist(once, Kind.REPEATABLE)
-        if tries > 1 and verdict is Verdict.ALREADY_REACHED:
-            # Perhaps over because an earlier try of ours was applied: then the verdict is the one it had.
+        verdict = await self._calls.with_retries(attempt, CallKind.IDEMPOTENT)
+        if attempts > 1 and verdict is Verdict.ALREADY_REACHED:
+            # The timer may be over because an earlier attempt of this call cancelled it. Then that is the verdict.
             try:
                 if (await self.get(timer_id, namespace=namespace)).state is State.CANCELLED:
                     return Verdict.CANCELLED
@@ -197,15 +207,17 @@ class AsyncClient:
     async def delete_many(
         self, timer_ids: Iterable[str], *, namespace: str | None = None
     ) -> builtins.list[Verdict | DuetimeError]:
-        """Any number of timers, 1,000 to a request. A verdict or an error for each, in order."""
-        name = _or(namespace, self.namespace)
+        """Cancel any number of timers, 1,000 in each request. Returns a verdict or an error for each, in order."""
+        name = _namespace_or(namespace, self.namespace)
         listed = builtins.list(timer_ids)
-        bodies = [_ref(name, timer_id) for timer_id in listed]
-        kinds = [Kind.REPEATABLE] * len(bodies)
-        return await self._calls.many(bodies, kinds, lambda i: self._way_of(name, listed[i]), self._calls.delete_batch)
+        bodies = [_timer_ref(name, timer_id) for timer_id in listed]
+        kinds = [CallKind.IDEMPOTENT] * len(bodies)
+        return await self._calls.many(
+            bodies, kinds, lambda i: self._route_of(name, listed[i]), self._calls.delete_batch
+        )
 
     async def list(self, *, page_size: int = 500, **filter: Unpack[TimerFilter]) -> AsyncGenerator[Timer, None]:
-        """All timers that match, page by page."""
+        """All timers that match. They are read page by page while you iterate."""
         async for page in self.pages(page_size=page_size, **filter):
             for timer in page:
                 yield timer
@@ -213,6 +225,7 @@ class AsyncClient:
     async def pages(
         self, *, page_size: int = 500, **filter: Unpack[TimerFilter]
     ) -> AsyncGenerator[builtins.list[Timer], None]:
+        """The same as `list`, one page at a time."""
         cursor: str | None = None
         while True:
             page = await self.list_page(limit=page_size, cursor=cursor, **filter)
@@ -222,40 +235,41 @@ class AsyncClient:
                 return
 
     async def list_page(self, *, limit: int = 100, cursor: str | None = None, **filter: Unpack[TimerFilter]) -> Page:
-        """One page. Only `next_cursor is None` means the end: a page may be short, even empty, before it."""
-        query = {"namespace": self.namespace, **wire_dict(filter), "limit": limit, "cursor": cursor}
-        return await self._calls.call("timers/list", encoded(query), decode_page, Kind.READ)
+        """One page. Only `next_cursor is None` means the end: an earlier page may be short or even empty."""
+        query = {"namespace": self.namespace, **to_wire(filter), "limit": limit, "cursor": cursor}
+        return await self._calls.call("timers/list", encode_json(query), decode_page, CallKind.READ)
 
     async def fire_now(self, timer_id: str, *, namespace: str | None = None) -> Timer:
-        return await self._about("timers/fireNow", timer_id, namespace, Kind.ONCE)
+        """Make a scheduled timer due now."""
+        return await self._timer_call("timers/fireNow", timer_id, namespace, CallKind.NOT_IDEMPOTENT)
 
     async def replay(self, timer_id: str, *, namespace: str | None = None) -> Timer:
-        """Fire a timer that is over once more."""
-        return await self._about("timers/replay", timer_id, namespace, Kind.ONCE)
+        """Fire again a timer that is over."""
+        return await self._timer_call("timers/replay", timer_id, namespace, CallKind.NOT_IDEMPOTENT)
 
-    async def _about(self, path: str, timer_id: str, namespace: str | None, kind: Kind) -> Timer:
-        key = (_or(namespace, self.namespace), timer_id)
-        return (await self._calls.call(path, _ref(*key), decode_timer, kind, key)).timer
+    async def _timer_call(self, path: str, timer_id: str, namespace: str | None, kind: CallKind) -> Timer:
+        key = (_namespace_or(namespace, self.namespace), timer_id)
+        return (await self._calls.call(path, _timer_ref(*key), decode_timer, kind, key)).timer
 
     # the server
 
     async def cluster_status(self, *, shards: bool = False) -> ClusterStatus:
-        """The whole cluster, whichever instance is asked; with `shards` every shard and its owner, too."""
-        return await self._calls.call("cluster/status", encoded({"shards": shards}), decode_status, Kind.READ)
+        """The status of the whole cluster; any instance can answer. With `shards`: also every shard and its owner."""
+        return await self._calls.call("cluster/status", encode_json({"shards": shards}), decode_status, CallKind.READ)
 
     async def ready(self) -> bool:
-        """Is there a server that serves? Asks once."""
+        """True if a server answers and is ready. Asks once, without retries."""
         calls = self._calls
         deadline = asyncio.get_running_loop().time() + calls.timeout_s
         try:
-            answer = await calls.send("/readyz", b"", Kind.READ, deadline, calls.routes.anywhere, "GET")
+            answer = await calls.send("/readyz", b"", CallKind.READ, deadline, calls.routes.default_route, "GET")
         except ConnectionFailed:
             return False
         return answer.status == 200
 
 
 class AsyncNamespaces:
-    """`client.namespaces`: the scopes of timers, and their defaults."""
+    """`client.namespaces`: namespaces of timers, and the defaults of their timers."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -263,42 +277,42 @@ class AsyncNamespaces:
     async def create(
         self, name: str, *, num_shards: int | None = None, **settings: Unpack[NamespaceSettings]
     ) -> Namespace:
-        """`num_shards` never changes afterwards; left out, it is the server's default."""
-        fields = {"namespace": name, **wire_dict(settings)}
+        """`num_shards` cannot be changed later. Without it, the server uses its default."""
+        fields = {"namespace": name, **to_wire(settings)}
         if num_shards is not None:
             fields["numShards"] = num_shards
-        return (await self._call("create", fields, decode_namespace, Kind.ONCE)).namespace
+        return (await self._call("create", fields, decode_namespace, CallKind.NOT_IDEMPOTENT)).namespace
 
     async def get(self, name: str) -> Namespace:
-        return (await self._call("get", {"namespace": name}, decode_namespace, Kind.READ)).namespace
+        return (await self._call("get", {"namespace": name}, decode_namespace, CallKind.READ)).namespace
 
     async def list(self) -> tuple[Namespace, ...]:
-        return (await self._call("list", {}, decode_namespaces, Kind.READ)).namespaces
+        return (await self._call("list", {}, decode_namespaces, CallKind.READ)).namespaces
 
     async def update(self, name: str, **settings: Unpack[NamespaceSettings]) -> Namespace:
-        # The same values twice are the same values: harmless to repeat.
-        fields = {"namespace": name, **wire_dict(settings)}
-        return (await self._call("update", fields, decode_namespace, Kind.REPEATABLE)).namespace
+        # Idempotent: the same values twice have the same effect as once.
+        fields = {"namespace": name, **to_wire(settings)}
+        return (await self._call("update", fields, decode_namespace, CallKind.IDEMPOTENT)).namespace
 
     async def delete(self, name: str) -> None:
-        await self._call("delete", {"namespace": name}, lambda _: None, Kind.ONCE)
+        await self._call("delete", {"namespace": name}, lambda _: None, CallKind.NOT_IDEMPOTENT)
 
-    async def _call(self, verb: str, fields: dict[str, Any], decode: Callable[[bytes], R], kind: Kind) -> R:
-        return await self._client._calls.call(f"namespaces/{verb}", encoded(fields), decode, kind)
+    async def _call(self, verb: str, fields: dict[str, Any], decode: Callable[[bytes], R], kind: CallKind) -> R:
+        return await self._client._calls.call(f"namespaces/{verb}", encode_json(fields), decode, kind)
 
 
-def _or(namespace: str | None, default: str) -> str:
+def _namespace_or(namespace: str | None, default: str) -> str:
     return default if namespace is None else namespace
 
 
-def _ref(namespace: str, timer_id: str) -> bytes:
-    return encoded({"namespace": namespace, "timerId": timer_id})
+def _timer_ref(namespace: str, timer_id: str) -> bytes:
+    return encode_json({"namespace": namespace, "timerId": timer_id})
 
 
-def _create_in_doubt(timer_id: str, error: OutcomeUnknown, if_absent: bool) -> str:
+def _unknown_create_text(timer_id: str, error: OutcomeUnknown, if_absent: bool) -> str:
     if if_absent:
-        return f"{error.detail}. Creating {timer_id!r} with if_absent again is safe."
+        return f"{error.detail}. It is safe to create {timer_id!r} with if_absent again."
     return (
-        f"{error.detail}. Creating {timer_id!r} again could fire it twice; look with get() first. "
-        "With if_absent=True a create is safe to repeat, and is repeated by itself."
+        f"{error.detail}. If you create {timer_id!r} again, it could fire twice; call get() first. "
+        "With if_absent=True a create is safe to retry, and the client retries it."
     )

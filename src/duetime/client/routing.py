@@ -1,12 +1,13 @@
-"""Which instance a request is sent to, and where it goes on to if that one cannot be reached.
+"""Chooses the instance a request is sent to, and the instances to try if that one cannot be reached.
 
-A client is given one URL or several. With `direct` it also learns, from `cluster/map`, who owns which shard,
-and sends what is about a timer to the owner of its shard, which saves the hop from any other instance. The
-map is a hint: nothing depends on its being right, because an instance hands on what is not its own.
+A client is given one URL or several. With `direct` it also reads from `cluster/map` which instance owns which shard,
+and sends a call about a timer to the owner of its shard. This saves a forward from another instance. The map may be
+out of date: an instance forwards a command whose shard it does not own.
 
-An address that was learnt is used only once the instance that is meant has been met there (`/healthz` names
-it). Seen from here it may lead to nobody, or to a stranger, who must get neither timers nor the token; and no
-request waits for an address that never answered. Whoever was given an https URL is not made to speak http.
+An address from the map is used only after the expected instance was verified there (`/healthz` returns its id). From
+the network of the client the address may reach no server, or a different server, which must get neither timers nor the
+token. It also means that no request waits for an address that never answered. A client with an https URL never sends
+to an http address.
 """
 
 from __future__ import annotations
@@ -19,44 +20,44 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from duetime.client.answers import ClusterMap, decode_map
-from duetime.client.failures import Kind
-from duetime.client.gathering import Gatherer
-from duetime.client.shapes import Created
+from duetime.client.batching import RequestBatcher
+from duetime.client.errors import CallKind
+from duetime.client.models import Created
+from duetime.client.responses import ClusterMap, decode_map
 from duetime.domain.timer import Verdict, shard_of
 from duetime.errors import DuetimeError, SetupError
 from duetime.http.client import HttpClient, HttpError, Target, parse_target, request_head
 
-__all__ = ["Direct", "Instance", "Routes", "Way"]
+__all__ = ["Direct", "Instance", "Route", "Routes"]
 
 Direct = bool | Literal["https"]
 
-PERIOD_S: Final = 10.0  # the map is read anew so often, while it is used
-SPACING_S: Final = 0.5  # and in trouble at once, but not more often than this
-GIVE_UP_S: Final = 60.0  # no map to be had, or nobody of it to be met: asked again after this
-FIRST_WAIT_S: Final = 2.0  # the first call waits for the map, but no longer
+REFRESH_INTERVAL_S: Final = 10.0  # how often the map is read, while it is used
+REFRESH_SPACING_S: Final = 0.5  # after a failure the map is read at once, but not more often than this
+UNAVAILABLE_PAUSE_S: Final = 60.0  # pause if no map is available, or no instance of it can be verified
+FIRST_MAP_WAIT_S: Final = 2.0  # the longest time that the first call waits for the map
 _MAP_TIMEOUT_MS: Final = 2_000
-_MEET_TIMEOUT_MS: Final = 1_000
+_VERIFY_TIMEOUT_MS: Final = 1_000
 _NEVER: Final = float("-inf")
 
 
 class Instance:
-    """A URL where a server answers, with the heads of requests to it, made once."""
+    """The URL of an instance, and the heads of requests to it, which are built once for each path."""
 
-    __slots__ = ("_headers", "avoid_until", "heads", "url")
+    __slots__ = ("_headers", "failed_until", "heads", "url")
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self.url = url
         self._headers = headers
         self.heads: dict[str, tuple[Target, bytes]] = {}
-        self.avoid_until = _NEVER
-        self.head("/readyz", "GET")  # a malformed URL or token is noticed here
+        self.failed_until = _NEVER
+        self.head("/readyz", "GET")  # raises SetupError for a malformed URL or token
 
     def head(self, path: str, method: str = "POST") -> tuple[Target, bytes]:
         try:
             target = parse_target(self.url + path)
         except ValueError as error:
-            raise SetupError(f"the server's URL {error}") from None  # unsaid: it may hold a password
+            raise SetupError(f"the server's URL {error}") from None  # without the URL, which may contain a password
         try:
             head = request_head(method, target, self._headers)
         except ValueError as error:
@@ -66,40 +67,46 @@ class Instance:
 
 
 class Batches(Protocol):
+    """What a route needs of Calls: to send one batch."""
+
     def create_batch(
-        self, items: Sequence[bytes], kind: Kind, way: Way
+        self, items: Sequence[bytes], kind: CallKind, route: Route
     ) -> Awaitable[Sequence[Created | DuetimeError]]: ...
     def delete_batch(
-        self, items: Sequence[bytes], kind: Kind, way: Way
+        self, items: Sequence[bytes], kind: CallKind, route: Route
     ) -> Awaitable[Sequence[Verdict | DuetimeError]]: ...
 
 
-class Way:
-    """The instances to try, in order; the next only if nothing was sent. What goes the same way is gathered."""
+class Route:
+    """The instances to try, in order: the next one only if nothing was sent. Calls with the same route share
+    batches."""
 
     __slots__ = ("creates", "creates_if_absent", "deletes", "instances")
 
     def __init__(self, instances: Sequence[Instance], batches: Batches) -> None:
         self.instances = tuple(instances)
-        # Apart, because one batch has one answer to "may it be repeated?".
-        self.creates = Gatherer(lambda items: batches.create_batch(items, Kind.ONCE, self))
-        self.creates_if_absent = Gatherer(lambda items: batches.create_batch(items, Kind.REPEATABLE, self))
-        self.deletes = Gatherer(lambda items: batches.delete_batch(items, Kind.REPEATABLE, self))
+        # Three batchers, because all items of a batch must follow the same retry rule.
+        self.creates = RequestBatcher(lambda items: batches.create_batch(items, CallKind.NOT_IDEMPOTENT, self))
+        self.creates_if_absent = RequestBatcher(lambda items: batches.create_batch(items, CallKind.IDEMPOTENT, self))
+        self.deletes = RequestBatcher(lambda items: batches.delete_batch(items, CallKind.IDEMPOTENT, self))
 
 
-class _Learnt:
-    """An instance of the map, and the way that begins with it. `met`: it is there, as far as we know."""
+class _DiscoveredInstance:
+    """An instance of the map, and the route that begins with it. `verified`: the instance answered at its address, and
+    no request to it has failed since."""
 
-    __slots__ = ("instance", "instance_id", "met", "way")
+    __slots__ = ("instance", "instance_id", "route", "verified")
 
-    def __init__(self, instance_id: str, instance: Instance, way: Way) -> None:
+    def __init__(self, instance_id: str, instance: Instance, route: Route) -> None:
         self.instance_id = instance_id
         self.instance = instance
-        self.way = way
-        self.met = False
+        self.route = route
+        self.verified = False
 
 
 class Routes:
+    """The routes of a client: `default_route` tries the given URLs; each owner in the map has a route of its own."""
+
     def __init__(
         self, urls: Sequence[str], headers: Mapping[str, str], direct: Direct, batches: Batches, http: HttpClient
     ) -> None:
@@ -107,133 +114,133 @@ class Routes:
         self._batches = batches
         self._http = http
         self._given = [Instance(url, headers) for url in urls]
-        self._scheme = _scheme(urls, direct)
-        self.is_direct = self._scheme is not None
-        self.unread = self.is_direct  # nothing was learnt yet, nor tried to
-        self.anywhere = Way(self._given, batches)
-        self._learnt: dict[str, _Learnt] = {}  # by instance id
+        self._discovered_scheme = _discovered_scheme(urls, direct)
+        self.is_direct = self._discovered_scheme is not None
+        self.map_pending = self.is_direct  # no attempt to read the map has ended yet
+        self.default_route = Route(self._given, batches)
+        self._discovered: dict[str, _DiscoveredInstance] = {}  # by instance id
         self._num_shards: dict[str, int] = {}  # by namespace
-        self._ways: list[Way] = []  # by shard
-        self._reading: asyncio.Task[None] | None = None
-        self._next_at = self._not_before = _NEVER
+        self._shard_routes: list[Route] = []  # by shard
+        self._refresh_task: asyncio.Task[None] | None = None
+        self._refresh_at = self._refresh_not_before = _NEVER
 
-    # asked for every call
+    # called for every request
 
-    def way_of(self, namespace: str, timer_id: str) -> Way:
+    def route_of(self, namespace: str, timer_id: str) -> Route:
         if not self.is_direct:
-            return self.anywhere
+            return self.default_route
         num_shards = self._num_shards.get(namespace)
-        if num_shards is None or monotonic() >= self._next_at:
-            self.read_soon()
+        if num_shards is None or monotonic() >= self._refresh_at:
+            self.refresh_soon()
         if num_shards is None:
-            return self.anywhere
+            return self.default_route
         try:
-            return self._ways[shard_of(timer_id, num_shards)]
-        except (AttributeError, IndexError):  # an id that is no text is the server's to refuse
-            return self.anywhere
+            return self._shard_routes[shard_of(timer_id, num_shards)]
+        except (AttributeError, IndexError):  # not text: the server refuses it, with an error that names the field
+            return self.default_route
 
-    # what was met on the way
+    # called after a failed request
 
-    def failed(self, instance: Instance) -> None:
-        """It could not be reached, or did not answer: the others come first until it is met again."""
+    def mark_failed(self, instance: Instance) -> None:
+        """It could not be reached, or did not answer. Other instances are tried first until it is verified again."""
         if len(self._given) == 1 and not self.is_direct:
             return
-        instance.avoid_until = monotonic() + PERIOD_S
-        for learnt in self._learnt.values():
-            if learnt.instance is instance:
-                learnt.met = False
-        self._put_last(instance)
-        self.read_soon()
+        instance.failed_until = monotonic() + REFRESH_INTERVAL_S
+        for discovered in self._discovered.values():
+            if discovered.instance is instance:
+                discovered.verified = False
+        self._move_to_end(instance)
+        self.refresh_soon()
 
-    def refused(self, instance: Instance) -> None:
-        """Not applied there: it may be stopping, or the shard may have moved."""
+    def mark_refused(self, instance: Instance) -> None:
+        """It answered 503: it may be stopping, or the shard may have another owner."""
         if len(self._given) > 1:
-            self._put_last(instance)
-        self.read_soon()
+            self._move_to_end(instance)
+        self.refresh_soon()
 
-    def _put_last(self, instance: Instance) -> None:
+    def _move_to_end(self, instance: Instance) -> None:
         if instance in self._given:
             self._given.remove(instance)
             self._given.append(instance)
-        self._order()
+        self._reorder()
 
-    def _order(self) -> None:
+    def _reorder(self) -> None:
         now = monotonic()
-        met = [learnt.instance for learnt in self._learnt.values() if learnt.met]
-        good = [instance for instance in self._given if instance.avoid_until <= now]
-        rest = _once_each([*good, *met, *self._given])
-        self.anywhere.instances = rest
-        for learnt in self._learnt.values():
-            learnt.way.instances = _once_each([learnt.instance, *rest]) if learnt.met else rest
+        verified = [discovered.instance for discovered in self._discovered.values() if discovered.verified]
+        good = [instance for instance in self._given if instance.failed_until <= now]
+        rest = _without_duplicates([*good, *verified, *self._given])
+        self.default_route.instances = rest
+        for discovered in self._discovered.values():
+            first = [discovered.instance] if discovered.verified else []
+            discovered.route.instances = _without_duplicates([*first, *rest])
 
     # the map
 
-    async def read_first(self, timeout_s: float) -> None:
-        self.read_soon()
-        if self._reading is not None:
-            await asyncio.wait({self._reading}, timeout=min(timeout_s, FIRST_WAIT_S))
-        self.unread = False
+    async def wait_for_map(self, timeout_s: float) -> None:
+        self.refresh_soon()
+        if self._refresh_task is not None:
+            await asyncio.wait({self._refresh_task}, timeout=min(timeout_s, FIRST_MAP_WAIT_S))
+        self.map_pending = False
 
-    def read_soon(self) -> None:
-        """In the background, one at a time, and not too often."""
-        if not self.is_direct or self._reading is not None:
+    def refresh_soon(self) -> None:
+        """Reads the map in the background: one read at a time, at most every REFRESH_SPACING_S."""
+        if not self.is_direct or self._refresh_task is not None:
             return
-        wait_s = self._not_before - monotonic()
-        if wait_s <= SPACING_S:  # else it was given up for a while
-            self._reading = asyncio.get_running_loop().create_task(self._read(wait_s))
+        wait_s = self._refresh_not_before - monotonic()
+        if wait_s <= REFRESH_SPACING_S:  # otherwise no map was available, and UNAVAILABLE_PAUSE_S is not over
+            self._refresh_task = asyncio.get_running_loop().create_task(self._refresh_map(wait_s))
 
     async def close(self) -> None:
         self.is_direct = False
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait({self._reading})
+        if self._refresh_task is not None:
+            self._refresh_task.cancel()
+            await asyncio.wait({self._refresh_task})
 
-    async def _read(self, wait_s: float) -> None:
-        pause_s = GIVE_UP_S
+    async def _refresh_map(self, wait_s: float) -> None:
+        available = False
         try:
             await asyncio.sleep(wait_s)
-            found = await self._ask()
-            if isinstance(found, ClusterMap):
-                found = await self._learn(found)
-            if found:
-                pause_s = PERIOD_S
+            found = await self._fetch_map()
+            available = await self._use_map(found) if isinstance(found, ClusterMap) else found
         finally:
             now = monotonic()
-            self._next_at = now + pause_s
-            self._not_before = now + (SPACING_S if pause_s == PERIOD_S else GIVE_UP_S)
-            self._reading = None
+            self._refresh_at = now + (REFRESH_INTERVAL_S if available else UNAVAILABLE_PAUSE_S)
+            self._refresh_not_before = now + (REFRESH_SPACING_S if available else UNAVAILABLE_PAUSE_S)
+            self._refresh_task = None
 
-    async def _ask(self) -> ClusterMap | bool:
-        """The map, of the first that has it. Without: may there be one soon?"""
+    async def _fetch_map(self) -> ClusterMap | bool:
+        """The map, from the first instance that has one. Otherwise: True if there may be one soon."""
         soon = False
-        for instance in self.anywhere.instances:
+        for instance in self.default_route.instances:
             url = instance.url + "/api/v1/cluster/map"
             try:
                 answer = await self._http.request("POST", url, self._headers, b"{}", timeout_ms=_MAP_TIMEOUT_MS)
                 if answer.status == 200:
                     return decode_map(answer.body)
-                soon |= answer.status >= 429  # else: a token that may not read, or a server without maps
+                soon |= answer.status >= 429  # otherwise the token may not read, or the server has no map
             except HttpError:
                 soon = True
             except msgspec.MsgspecError:
                 continue
         return soon
 
-    async def _learn(self, found: ClusterMap) -> bool:
-        """False: none of them can be met from here."""
-        listed = [self._known(*both) for both in zip(found.instances, found.instance_ids, strict=False)]
-        learnt = {one.instance_id: one for one in listed if one is not None}
-        await asyncio.gather(*(self._meet(one) for one in learnt.values() if not one.met))
-        ways = [self.anywhere if one is None else one.way for one in listed]
-        self._learnt = learnt
+    async def _use_map(self, found: ClusterMap) -> bool:
+        """Replaces the routes by those of the map. False: no instance of the map can be verified from here."""
+        listed = [self._instance_at(*both) for both in zip(found.instances, found.instance_ids, strict=False)]
+        discovered = {one.instance_id: one for one in listed if one is not None}
+        await asyncio.gather(*(self._verify(one) for one in discovered.values() if not one.verified))
+        routes = [self.default_route if one is None else one.route for one in listed]
+        self._discovered = discovered
         self._num_shards = found.namespaces
-        self._ways = [self.anywhere if owner is None or owner >= len(ways) else ways[owner] for owner in found.owners]
-        self._order()
-        return not learnt or any(one.met for one in learnt.values())
+        self._shard_routes = [
+            self.default_route if owner is None or owner >= len(routes) else routes[owner] for owner in found.owners
+        ]
+        self._reorder()
+        return not discovered or any(one.verified for one in discovered.values())
 
-    def _known(self, address: str, instance_id: str) -> _Learnt | None:
-        known = self._learnt.get(instance_id)
-        url = f"{self._scheme}://{address}"
+    def _instance_at(self, address: str, instance_id: str) -> _DiscoveredInstance | None:
+        known = self._discovered.get(instance_id)
+        url = f"{self._discovered_scheme}://{address}"
         if known is not None and known.instance.url == url:
             return known
         given = next((instance for instance in self._given if instance.url == url), None)
@@ -243,24 +250,24 @@ class Routes:
             instance = given or Instance(url, self._headers)
         except (ValueError, SetupError):
             return None
-        return _Learnt(instance_id, instance, Way(self.anywhere.instances, self._batches))
+        return _DiscoveredInstance(instance_id, instance, Route(self.default_route.instances, self._batches))
 
-    async def _meet(self, one: _Learnt) -> None:
+    async def _verify(self, one: _DiscoveredInstance) -> None:
         with contextlib.suppress(HttpError):
-            answer = await self._http.request("GET", one.instance.url + "/healthz", timeout_ms=_MEET_TIMEOUT_MS)
-            one.met = answer.header("duetime-instance") == one.instance_id
+            answer = await self._http.request("GET", one.instance.url + "/healthz", timeout_ms=_VERIFY_TIMEOUT_MS)
+            one.verified = answer.header("duetime-instance") == one.instance_id
 
 
-def _scheme(urls: Sequence[str], direct: Direct) -> str | None:
-    """How learnt addresses are spoken to; None: not at all."""
+def _discovered_scheme(urls: Sequence[str], direct: Direct) -> str | None:
+    """The URL scheme for addresses of the map. None: they are not used."""
     if direct not in (False, True, "https"):
-        raise SetupError('direct is True, False or "https"')
+        raise SetupError('direct must be True, False or "https"')
     if direct == "https":
         return "https"
     return "http" if direct and all(url.lower().startswith("http://") for url in urls) else None
 
 
-def _once_each(instances: Sequence[Instance]) -> tuple[Instance, ...]:
+def _without_duplicates(instances: Sequence[Instance]) -> tuple[Instance, ...]:
     first: dict[str, Instance] = {}
     for instance in instances:
         first.setdefault(instance.url, instance)

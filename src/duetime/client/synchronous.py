@@ -1,8 +1,8 @@
 """Client: the methods of AsyncClient for code without an event loop.
 
-Nothing is written twice: each method is made from the async one by a typed wrapper, and runs on a private
-event loop in a thread, started when first needed. May be shared by threads. After a fork the child gets a
-thread and connections of its own.
+A typed wrapper makes each method from the async one, so that nothing is implemented twice. Calls run on a private
+event loop in a thread, which is started at the first call. Threads may share a Client. After a fork, the child process
+gets its own thread and connections.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ A = TypeVar("A", covariant=True)
 B = TypeVar("B")
 
 
-class _Facade(Protocol[A]):
-    """Something sync in front of something async."""
+class _SyncFacade(Protocol[A]):
+    """A synchronous object that runs the methods of an asynchronous one."""
 
-    def _behind(self) -> A: ...
+    def _async_object(self) -> A: ...
     def _run(self, call: Coroutine[Any, Any, R]) -> R: ...
 
 
-def _sync(method: Callable[Concatenate[B, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[_Facade[B], P], R]:
+def _sync(method: Callable[Concatenate[B, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[_SyncFacade[B], P], R]:
     @functools.wraps(method)
-    def call(self: _Facade[B], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._run(method(self._behind(), *args, **kwargs))
+    def call(self: _SyncFacade[B], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._run(method(self._async_object(), *args, **kwargs))
 
     return call
 
 
 def _sync_items(
     pages: Callable[Concatenate[B, P], AsyncIterator[list[R]]],
-) -> Callable[Concatenate[_Facade[B], P], Iterator[R]]:
-    """All items of all pages; a page costs one trip to the loop, an item none."""
+) -> Callable[Concatenate[_SyncFacade[B], P], Iterator[R]]:
+    """Iterates over the items of all pages. The event loop is called once for each page."""
 
     @functools.wraps(pages)
-    def call(self: _Facade[B], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
-        iterator = pages(self._behind(), *args, **kwargs)
+    def call(self: _SyncFacade[B], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
+        iterator = pages(self._async_object(), *args, **kwargs)
         while (page := self._run(_next(iterator))) is not None:
             yield from page
 
@@ -61,7 +61,7 @@ async def _next(pages: AsyncIterator[list[R]]) -> list[R] | None:
 
 
 class _LoopThread:
-    """An event loop in a thread, with the AsyncClient that lives on it."""
+    """An event loop in a thread, and the AsyncClient that uses this loop."""
 
     def __init__(self, make: Callable[[], AsyncClient]) -> None:
         self.pid = os.getpid()
@@ -75,13 +75,13 @@ class _LoopThread:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # Ctrl-C while waiting: the call must not go on behind our back
+            future.cancel()  # after Ctrl-C the call must not continue in the background
             raise
 
     def stop(self) -> None:
         if self.pid != os.getpid() or self.loop.is_closed():
             return
-        if threading.current_thread() is self._thread:  # collected as garbage on the loop itself
+        if threading.current_thread() is self._thread:  # garbage collection ran on the loop thread
             self.loop.stop()
             return
         with contextlib.suppress(Exception):
@@ -91,15 +91,15 @@ class _LoopThread:
         self.loop.close()
 
 
-# Loops of a parent process. Their selectors are shared with it: they are kept, untouched, so that no
-# destructor closes what the parent still uses.
-_left_behind: list[_LoopThread] = []
+# Loop threads of a parent process, as seen by a forked child. Both processes share their selectors. A reference is
+# kept, so that no destructor closes in the child what the parent still uses.
+_parent_threads: list[_LoopThread] = []
 
 
 class Client:
-    """AsyncClient's twin for ordinary code: the same arguments, the same methods, results instead of awaitables.
+    """AsyncClient for synchronous code: the same arguments and methods, but they return results, not awaitables.
 
-    Use it as a context manager, or close() it; at the end of the process it closes itself.
+    Use it as a context manager, or call close(). At the end of the process it is closed automatically.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Client:
         token: str | None = None,
         *,
         namespace: str = "default",
-        timeout: float = 15.0,  # more than the server takes to say that nothing was applied
+        timeout: float = 15.0,  # longer than the server takes to answer that nothing was applied
         retries: int = RETRIES,
         coalesce: bool = False,
         direct: Direct = False,
@@ -126,7 +126,7 @@ class Client:
         self._thread: _LoopThread | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self.urls = self._make().urls  # a malformed URL or token is noticed here
+        self.urls = self._make().urls  # raises SetupError for a malformed URL or token
         self.url = self.urls[0]
         self.namespace = namespace
         self.namespaces = Namespaces(self)
@@ -156,18 +156,18 @@ class Client:
     cluster_status = _sync(AsyncClient.cluster_status)
     ready = _sync(AsyncClient.ready)
 
-    def _behind(self) -> AsyncClient:
-        return self._on_thread().client
+    def _async_object(self) -> AsyncClient:
+        return self._loop_thread().client
 
     def _run(self, call: Coroutine[Any, Any, R]) -> R:
-        return self._on_thread().run(call)
+        return self._loop_thread().run(call)
 
-    def _on_thread(self) -> _LoopThread:
+    def _loop_thread(self) -> _LoopThread:
         thread = self._thread
         if thread is not None and thread.pid == os.getpid():
             return thread
         if thread is not None and thread.pid != os.getpid():
-            self._lock = threading.Lock()  # the parent may have held it at the moment of the fork
+            self._lock = threading.Lock()  # a thread of the parent may have held it during the fork
         with self._lock:
             if self._closed:
                 raise RuntimeError("the client is closed")
@@ -175,14 +175,14 @@ class Client:
             if thread is not None and thread.pid == os.getpid():
                 return thread
             if thread is not None:
-                _left_behind.append(thread)
+                _parent_threads.append(thread)
             self._thread = thread = _LoopThread(self._make)
             weakref.finalize(self, thread.stop)  # also at exit
             return thread
 
 
 class Namespaces:
-    """`client.namespaces`: the scopes of timers, and their defaults."""
+    """`client.namespaces`: namespaces of timers, and the defaults of their timers."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -193,8 +193,8 @@ class Namespaces:
     update = _sync(AsyncNamespaces.update)
     delete = _sync(AsyncNamespaces.delete)
 
-    def _behind(self) -> AsyncNamespaces:
-        return self._client._behind().namespaces
+    def _async_object(self) -> AsyncNamespaces:
+        return self._client._async_object().namespaces
 
     def _run(self, call: Coroutine[Any, Any, R]) -> R:
         return self._client._run(call)

@@ -105,11 +105,11 @@ def test_a_large_cluster_is_one_line_for_each_member(run: Run) -> None:
     assert lines[0] == "cluster     50 alive, 12 dead, on postgresql"
     assert sum(line.startswith("i") and " ready " in line for line in lines) == 50
     assert sum(" dead" in line for line in lines if line.startswith("i")) == 10
-    assert "and 2 more that are dead" in out
+    assert "and 2 more dead members" in out
     assert max(map(len, lines)) < 140
 
 
-def test_what_is_wrong_with_the_cluster_is_a_line_each_and_the_exit_code(run: Run) -> None:
+def test_each_problem_of_the_cluster_is_one_line_and_sets_the_exit_code(run: Run) -> None:
     members = [
         cluster_member(0),
         gone_member(1, unreachable="connection refused by 10.0.0.1:8463"),
@@ -133,10 +133,10 @@ def test_what_is_wrong_with_the_cluster_is_a_line_each_and_the_exit_code(run: Ru
     assert len(set(marks)) == 3
 
 
-def test_a_doctor_waits_for_what_is_only_passing_and_no_longer(run: Run) -> None:
+def test_the_doctor_waits_for_transient_problems_to_end(run: Run) -> None:
     passing = cluster_of(cluster_member(0), gone_member(1, unreachable="connection refused by 10.0.0.1:8463"))
     settled = cluster_of(cluster_member(0), gone_member(1, alive=False))
     with answering(passing, settled) as url:
         code, out, _ = run("doctor", "--store", "memory://", "--url", url)
     assert code == 0, out
-    assert "! members       1 alive, 1 dead; nobody is back at 10.0.0.1:8463" in out
+    assert "! members       1 alive, 1 dead; no new instance at 10.0.0.1:8463" in out

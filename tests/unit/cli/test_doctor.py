@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from duetime.cli.diagnosis import GOOD, NOTE, WRONG, Finding, about_cluster, by_severity
-from duetime.cli.doctor import _examined
+from duetime.cli.diagnosis import GOOD, NOTE, WRONG, Finding, by_severity, check_cluster
+from duetime.cli.doctor import _check_open_store
 from duetime.client import ClusterStatus, HeldFor, Member, ShardCounts
 from duetime.config import load_config
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
@@ -70,7 +70,7 @@ def cluster(*members: Member, **changes: Any) -> ClusterStatus:
 
 
 def problems(status: ClusterStatus) -> list[Finding]:
-    return [finding for finding in by_severity(about_cluster(status)) if finding.verdict != GOOD]
+    return [finding for finding in by_severity(check_cluster(status)) if finding.verdict != GOOD]
 
 
 def test_nothing_is_wrong_with_a_healthy_cluster() -> None:
@@ -102,31 +102,31 @@ def test_nothing_is_wrong_with_a_healthy_cluster() -> None:
             cluster(member(), absent("10.0.0.2:8463", alive=False)),
             "members",
             NOTE,
-            "1 alive, 1 dead; nobody is back at 10.0.0.2:8463",
+            "1 alive, 1 dead; no new instance at 10.0.0.2:8463",
         ),
         (
             cluster(member(), member("10.0.0.2:8463", alive=False, self_=True)),
             "members",
             WRONG,
-            "10.0.0.2:8463 was declared dead, but lives",
+            "10.0.0.2:8463 was declared dead, but is running",
         ),
         (
             cluster(member(), member(instance_id="twin")),
             "addresses",
             WRONG,
-            "2 living members say that they are at 10.0.0.1:8463",
+            "2 live members have the address 10.0.0.1:8463",
         ),
         (
             cluster(member("127.0.0.1:8463"), member("10.0.0.2:8463")),
             "addresses",
             WRONG,
-            "127.0.0.1:8463, which from 10.0.0.2 is another machine",
+            "127.0.0.1:8463, which means another machine when 10.0.0.2 connects",
         ),
         (
             cluster(member("0.0.0.0:8463"), member("10.0.0.2:8463")),
             "addresses",
             WRONG,
-            "which stands for every address",
+            "which means all addresses",
         ),
         (
             cluster(shard_counts=ShardCounts(total=16, owned=11, free=2, of_dead=3), unowned_shards=(1, 2, 7, 8, 9)),
@@ -141,9 +141,9 @@ def test_nothing_is_wrong_with_a_healthy_cluster() -> None:
             cluster(member(oldest_due_ms=90_000), oldest_due_ms=90_000),
             "backlog",
             WRONG,
-            "the oldest due 2 min ago, at 10.0.0.1:8463",
+            "the oldest was due 2 min ago, at 10.0.0.1:8463",
         ),
-        (cluster(member(oldest_due_ms=6_000), oldest_due_ms=6_000), "backlog", NOTE, "the oldest due 6 s ago"),
+        (cluster(member(oldest_due_ms=6_000), oldest_due_ms=6_000), "backlog", NOTE, "the oldest was due 6 s ago"),
         (cluster(writes_waiting=5_000), "writes", NOTE, "5000 writes wait"),
         (
             cluster(member(lateness_p99_ms=900.0), lateness_p50_ms=5.0, lateness_p99_ms=900.0),
@@ -153,21 +153,19 @@ def test_nothing_is_wrong_with_a_healthy_cluster() -> None:
         ),
     ],
 )
-def test_a_fault_is_found_and_comes_with_its_meaning_and_advice(
-    status: ClusterStatus, check: str, verdict: str, says: str
-) -> None:
+def test_a_finding_has_a_reason_and_advice(status: ClusterStatus, check: str, verdict: str, says: str) -> None:
     (finding,) = problems(status)
     assert (finding.check, finding.verdict) == (check, verdict)
     assert says in finding.says
     assert (finding.why and finding.advice) or finding.says.endswith("stopping")
 
 
-def test_a_restarted_member_is_no_loss_and_one_machine_may_use_its_loopback() -> None:
+def test_a_restarted_member_and_loopback_addresses_on_one_machine_are_not_problems() -> None:
     restarted = cluster(member("127.0.0.1:1"), member("127.0.0.1:2"), absent("127.0.0.1:1", alive=False))
     assert problems(restarted) == []
 
 
-def test_a_backlog_is_explained_by_the_destinations_it_waits_for() -> None:
+def test_a_backlog_lists_the_destinations_it_waits_for() -> None:
     def held(url: str, count: int, failures: int = 0) -> HeldFor:
         return HeldFor(destination=url, held=count, in_flight=64, failures=failures, breaker_open=failures > 0)
 
@@ -179,18 +177,18 @@ def test_a_backlog_is_explained_by_the_destinations_it_waits_for() -> None:
     )
     backlog, dead, slow = problems(status)
     assert (backlog.check, backlog.verdict) == ("backlog", NOTE)
-    assert "35 timers held back" in backlog.says
+    assert "35 timers held" in backlog.says
     assert "25 wait for https://dead.test: its breaker is open after 9 failures in a row" in dead.says
-    assert "10 wait for https://slow.test: 64 calls are under way" in slow.says
+    assert "10 wait for https://slow.test: 64 calls to it are in flight" in slow.says
 
 
-def test_what_is_wrong_comes_first() -> None:
+def test_wrong_findings_come_first() -> None:
     status = cluster(
         member(version="0.2.0"),
         member("10.0.0.2:8463", clock_skew_ms=900),
         absent("10.0.0.3:8463", alive=False),
     )
-    verdicts = [finding.verdict for finding in by_severity(about_cluster(status))]
+    verdicts = [finding.verdict for finding in by_severity(check_cluster(status))]
     assert verdicts == sorted(verdicts, key=(WRONG, NOTE, GOOD).index)
     assert verdicts[0] == WRONG
 
@@ -198,21 +196,21 @@ def test_what_is_wrong_comes_first() -> None:
 # --- the store, when no server answers -----------------------------------------------------------
 
 
-def examined(store: MemoryStore, status: ClusterStatus | None = None) -> Callable[[], Awaitable[list[Finding]]]:
+def checks(store: MemoryStore, status: ClusterStatus | None = None) -> Callable[[], Awaitable[list[Finding]]]:
     async def ask() -> list[Finding]:
-        return [finding async for finding in _examined(store, load_config(environ={}), status)]
+        return [finding async for finding in _check_open_store(store, load_config(environ={}), status)]
 
     return ask
 
 
-def with_store(story: Callable[[MemoryStore], Awaitable[None]], kind: type[MemoryStore] = MemoryStore) -> None:
-    async def told(clock: VirtualClock) -> None:
+def with_store(scenario: Callable[[MemoryStore], Awaitable[None]], kind: type[MemoryStore] = MemoryStore) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = kind(clock)
         await store.migrate()
         await store.open()
-        await story(store)
+        await scenario(store)
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 def of(findings: list[Finding], check: str) -> Finding:
@@ -230,67 +228,67 @@ async def beats(store: MemoryStore, name: str) -> None:
         await store.heartbeat(name, counter)
 
 
-def test_members_whose_heartbeats_do_not_come_are_told_from_those_that_live() -> None:
-    async def story(store: MemoryStore) -> None:
+def test_members_without_heartbeats_are_distinguished_from_running_ones() -> None:
+    async def scenario(store: MemoryStore) -> None:
         await join(store, "a", "10.0.0.1:1")
         await join(store, "b", "10.0.0.2:1")
         beating = asyncio.ensure_future(beats(store, "a"))
-        finding = of(await examined(store)(), "members")
+        finding = of(await checks(store)(), "members")
         assert finding.verdict == NOTE
         assert "no heartbeat in 2 s from 10.0.0.2:1" in finding.says
         beating.cancel()
-        finding = of(await examined(store)(), "members")
+        finding = of(await checks(store)(), "members")
         assert finding.verdict == WRONG
-        assert "nothing is fired" in finding.why
+        assert "no timer fires" in finding.why
 
-    with_store(story)
-
-
-def test_a_store_without_a_living_member_says_so() -> None:
-    async def story(store: MemoryStore) -> None:
-        assert "no instance is running" in of(await examined(store)(), "members").says
-
-    with_store(story)
+    with_store(scenario)
 
 
-def test_shards_of_the_dead_and_free_ones_are_found_in_the_rows() -> None:
-    async def story(store: MemoryStore) -> None:
+def test_a_store_without_a_live_member_is_reported() -> None:
+    async def scenario(store: MemoryStore) -> None:
+        assert "no instance uses this store" in of(await checks(store)(), "members").says
+
+    with_store(scenario)
+
+
+def test_free_shards_and_shards_of_dead_members_are_found_in_the_rows() -> None:
+    async def scenario(store: MemoryStore) -> None:
         await join(store, "a", "10.0.0.1:1")
         await store.ensure_shards(3)
         await store.claim([Claim(0, 0, 1, "a", "10.0.0.1:1", 0), Claim(1, 0, 1, "gone", "10.0.0.2:1", 0)])
         beating = asyncio.ensure_future(beats(store, "a"))
-        finding = of(await examined(store)(), "shards")
+        finding = of(await checks(store)(), "shards")
         assert finding.verdict == WRONG
         assert finding.says == "of 3, 1 without an owner and 1 of dead members: 1, 2"
         beating.cancel()
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_server_that_is_on_another_store_is_noticed() -> None:
-    async def story(store: MemoryStore) -> None:
+def test_a_server_that_uses_another_store_is_reported() -> None:
+    async def scenario(store: MemoryStore) -> None:
         await join(store, "a", "10.0.0.1:1")
-        findings = await examined(store, replace(cluster(), instance_id="stranger"))()
-        assert "not on this store" in findings[-1].says
+        findings = await checks(store, replace(cluster(), instance_id="stranger"))()
+        assert "does not use this store" in findings[-1].says
         assert findings[-1].verdict == NOTE
-        findings = await examined(store, replace(cluster(), instance_id="a"))()
-        assert "members" not in {finding.check for finding in findings}  # they have spoken for themselves
+        findings = await checks(store, replace(cluster(), instance_id="a"))()
+        assert "members" not in {finding.check for finding in findings}  # the server reported them
 
-    with_store(story)
+    with_store(scenario)
 
 
-class Talkative(MemoryStore):
+class DiagnosingStore(MemoryStore):
     async def diagnose(self) -> list[str]:
         return ["PostgreSQL 18.1", "danger: fsync is off: a crash may destroy everything"]
 
 
-def test_a_store_is_heard_about_its_own_database() -> None:
-    async def story(store: MemoryStore) -> None:
-        good, danger = by_severity(f for f in await examined(store)() if f.check == "database")[::-1]
+def test_the_diagnosis_of_a_store_becomes_findings() -> None:
+    async def scenario(store: MemoryStore) -> None:
+        good, danger = by_severity(f for f in await checks(store)() if f.check == "database")[::-1]
         assert (good.verdict, good.says) == (GOOD, "PostgreSQL 18.1")
         assert (danger.verdict, danger.says, danger.why) == (WRONG, "fsync is off", "a crash may destroy everything")
 
-    with_store(story, Talkative)
+    with_store(scenario, DiagnosingStore)
 
 
 @pytest.mark.parametrize(
@@ -302,17 +300,17 @@ def test_a_store_is_heard_about_its_own_database() -> None:
     ],
 )
 def test_a_store_that_cannot_be_opened_is_a_finding_and_not_a_traceback(error: Exception) -> None:
-    class Closed(Talkative):
+    class Closed(DiagnosingStore):
         refuses = False
 
         async def open(self) -> None:
             if self.refuses:
                 raise error
 
-    async def story(store: MemoryStore) -> None:
+    async def scenario(store: MemoryStore) -> None:
         Closed.refuses = True
-        finding = of(await examined(store)(), "store")
+        finding = of(await checks(store)(), "store")
         assert finding.verdict == WRONG
         assert finding.says == str(error)
 
-    with_store(story, Closed)
+    with_store(scenario, Closed)

@@ -1,4 +1,4 @@
-"""The Python client against a peer that answers by a script: what is sent, what is repeated, what is raised."""
+"""The Python client against a server with scripted answers: what it sends, what it retries, what it raises."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from duetime.client import (
     Unserved,
     Verdict,
     again_at,
+    models,
     ok,
     read_callback,
     retry,
-    shapes,
     verify,
 )
 from duetime.clock import SystemClock
@@ -72,7 +72,7 @@ def problem(status: int, code: str, **more: Any) -> dict[str, Any]:
 
 
 class Answer(msgspec.Struct):
-    """A step of a script: what the peer answers, or that it closes the connection instead."""
+    """One scripted answer of the server: a response, or closing the connection."""
 
     body: Any = None
     status: int = 200
@@ -89,7 +89,7 @@ Rule = Callable[[str, Any], Answer]
 
 
 class Peer:
-    """A server in a thread of its own, so that sync and async clients can talk to it."""
+    """A server in its own thread, so that sync and async clients can call it."""
 
     def __init__(self) -> None:
         self.script: list[Answer] = []
@@ -164,7 +164,7 @@ async def client(peer: Peer) -> AsyncIterator[AsyncClient]:
 # --- what is sent, what comes back ---------------------------------------------------------------
 
 
-async def test_a_create_sends_what_the_api_expects_and_answers_a_typed_timer(peer: Peer, client: AsyncClient) -> None:
+async def test_a_create_sends_what_the_api_expects_and_returns_a_typed_timer(peer: Peer, client: AsyncClient) -> None:
     peer.script = [Answer(created("order-17", payload={"order": 17}, tags=["eu"]))]
     result = await client.create(
         "order-17",
@@ -207,7 +207,7 @@ async def test_a_create_sends_what_the_api_expects_and_answers_a_typed_timer(pee
     ("delay", "sent"),
     [("30m", "30m"), (1.5, "1500ms"), (timedelta(seconds=90), "90000ms"), (1.1, "1100ms"), (0.0001, "1ms"), (0, "0ms")],
 )
-async def test_a_delay_may_be_text_seconds_or_a_timedelta_and_is_never_cut_short(
+async def test_a_delay_may_be_text_seconds_or_a_timedelta_and_is_never_rounded_down(
     peer: Peer, client: AsyncClient, delay: Any, sent: str
 ) -> None:
     peer.script = [Answer(created())]
@@ -226,7 +226,7 @@ async def test_a_delay_may_be_text_seconds_or_a_timedelta_and_is_never_cut_short
         ({"delay": 1, "payload": object()}, None),
     ],
 )
-async def test_what_cannot_be_meant_is_refused_before_anything_is_sent(
+async def test_invalid_arguments_are_refused_before_a_request_is_sent(
     peer: Peer, client: AsyncClient, arguments: Any, field: str | None
 ) -> None:
     with pytest.raises(InvalidField) as caught:
@@ -235,7 +235,7 @@ async def test_what_cannot_be_meant_is_refused_before_anything_is_sent(
     assert peer.requests == []
 
 
-async def test_an_update_sends_only_what_was_given_and_none_sets_back(peer: Peer, client: AsyncClient) -> None:
+async def test_an_update_sends_only_the_given_fields_and_none_resets_a_field(peer: Peer, client: AsyncClient) -> None:
     peer.script = [Answer({"timer": timer_json(), "verdict": "inFlight"})]
     updated = await client.update("a", at=NEW_YEAR, payload=None)
     assert peer.requests[0][1] == {
@@ -247,16 +247,16 @@ async def test_an_update_sends_only_what_was_given_and_none_sets_back(peer: Peer
     assert updated.verdict is Verdict.IN_FLIGHT
 
 
-async def test_if_absent_tells_whether_the_timer_was_there(peer: Peer, client: AsyncClient) -> None:
+async def test_if_absent_returns_whether_the_timer_existed(peer: Peer, client: AsyncClient) -> None:
     peer.script = [Answer(created()), Answer({**created(), "existed": True})]
     found = [await client.create("a", delay=1, callback_url=HOOK, if_absent=True) for _ in range(2)]
     assert [one.existed for one in found] == [False, True]
     peer.script = [Answer({"results": [created(), {**created(), "existed": True}]})]
     many = await client.create_many([NewTimer("a", delay=1, if_absent=True)] * 2)
-    assert [isinstance(one, shapes.Created) and one.existed for one in many] == [False, True]
+    assert [isinstance(one, models.Created) and one.existed for one in many] == [False, True]
 
 
-async def test_a_list_walks_all_pages_over_empty_ones(peer: Peer, client: AsyncClient) -> None:
+async def test_a_list_reads_all_pages_also_after_an_empty_one(peer: Peer, client: AsyncClient) -> None:
     peer.script = [
         Answer({"timers": [timer_json("a"), timer_json("b")], "nextCursor": "1"}),
         Answer({"timers": [], "nextCursor": "2"}),
@@ -269,7 +269,7 @@ async def test_a_list_walks_all_pages_over_empty_ones(peer: Peer, client: AsyncC
     assert peer.requests[0][1]["dueFrom"] == "2027-01-01T09:00:00Z"
 
 
-async def test_namespaces_are_managed_under_their_own_name(peer: Peer, client: AsyncClient) -> None:
+async def test_namespaces_have_methods_of_their_own(peer: Peer, client: AsyncClient) -> None:
     answer = {
         "namespace": "orders",
         "numShards": 4,
@@ -291,14 +291,14 @@ async def test_namespaces_are_managed_under_their_own_name(peer: Peer, client: A
     assert listed == (made,)
 
 
-async def test_the_token_is_shown_to_the_server(peer: Peer) -> None:
+async def test_the_token_is_sent_to_the_server(peer: Peer) -> None:
     peer.script = [Answer({"timer": timer_json()})]
     async with AsyncClient(peer.url, "secret-token") as client:
         await client.get("a")
     assert "authorization: Bearer secret-token\r\n" in peer.heads[0]
 
 
-def test_a_malformed_url_or_token_is_noticed_at_once() -> None:
+def test_a_malformed_url_or_token_is_refused_by_the_constructor() -> None:
     for arguments in (("ftp://x",), ("http://user@host",), ("http://host", "two\r\nlines")):
         with pytest.raises(SetupError):
             AsyncClient(*arguments)
@@ -325,7 +325,7 @@ def test_the_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         (Answer("<html>", 404), DuetimeError),
     ],
 )
-async def test_a_problem_becomes_the_error_of_its_kind_and_is_not_repeated(
+async def test_a_problem_becomes_an_error_of_its_class_and_is_not_retried(
     peer: Peer, client: AsyncClient, answer: Answer, kind: type[DuetimeError]
 ) -> None:
     peer.script = [answer]
@@ -343,7 +343,7 @@ async def test_a_problem_becomes_the_error_of_its_kind_and_is_not_repeated(
 
 
 @pytest.mark.parametrize("refusal", [NOT_APPLIED, BUSY])
-async def test_a_plain_create_is_repeated_when_nothing_was_applied(
+async def test_a_plain_create_is_retried_if_nothing_was_applied(
     peer: Peer, client: AsyncClient, refusal: Answer
 ) -> None:
     peer.script = [refusal, refusal, Answer(created())]
@@ -351,14 +351,14 @@ async def test_a_plain_create_is_repeated_when_nothing_was_applied(
     assert len(peer.requests) == 3
 
 
-async def test_the_number_of_repeats_is_bounded(peer: Peer, client: AsyncClient) -> None:
+async def test_the_number_of_retries_is_bounded(peer: Peer, client: AsyncClient) -> None:
     peer.script = [BUSY] * 9
     with pytest.raises(Busy):
         await client.create("a", delay=1)
     assert len(peer.requests) == 3
 
 
-async def test_a_pause_the_server_asks_for_beyond_the_timeout_ends_the_call_at_once(peer: Peer) -> None:
+async def test_a_retry_after_longer_than_the_timeout_ends_the_call_at_once(peer: Peer) -> None:
     peer.script = [Answer(problem(429, "busy"), 429, "retry-after: 3600\r\n")]
     async with AsyncClient(peer.url, timeout=5) as client:
         with pytest.raises(Busy):
@@ -367,16 +367,16 @@ async def test_a_pause_the_server_asks_for_beyond_the_timeout_ends_the_call_at_o
 
 
 @pytest.mark.parametrize("doubt", [UNKNOWN, LOST, Answer("bad gateway", 502), Answer({"timer": 1})])
-async def test_a_plain_create_of_unknown_fate_is_never_repeated(peer: Peer, client: AsyncClient, doubt: Answer) -> None:
+async def test_a_plain_create_of_unknown_outcome_is_never_retried(
+    peer: Peer, client: AsyncClient, doubt: Answer
+) -> None:
     peer.script = [doubt]
-    with pytest.raises(OutcomeUnknown, match=r"fire it twice.*if_absent"):
+    with pytest.raises(OutcomeUnknown, match=r"it could fire twice.*if_absent"):
         await client.create("a", delay=1)
     assert len(peer.requests) == 1
 
 
-async def test_a_kept_connection_that_dies_does_not_make_a_plain_create_go_out_twice(
-    peer: Peer, client: AsyncClient
-) -> None:
+async def test_a_plain_create_is_not_sent_twice_if_a_kept_connection_ends(peer: Peer, client: AsyncClient) -> None:
     peer.script = [Answer(created()), LOST]
     await client.create("a", delay=1)
     with pytest.raises(OutcomeUnknown):
@@ -385,7 +385,7 @@ async def test_a_kept_connection_that_dies_does_not_make_a_plain_create_go_out_t
 
 
 @pytest.mark.parametrize("doubt", [UNKNOWN, LOST])
-async def test_a_create_with_if_absent_is_repeated_through_doubt(
+async def test_a_create_with_if_absent_is_retried_after_an_unknown_outcome(
     peer: Peer, client: AsyncClient, doubt: Answer
 ) -> None:
     peer.script = [doubt, Answer(created())]
@@ -393,7 +393,7 @@ async def test_a_create_with_if_absent_is_repeated_through_doubt(
     assert len(peer.requests) == 2
 
 
-async def test_doubt_stays_doubt_whatever_later_tries_met(peer: Peer, client: AsyncClient) -> None:
+async def test_an_unknown_outcome_stays_unknown_after_later_failures(peer: Peer, client: AsyncClient) -> None:
     peer.script = [LOST, NOT_APPLIED, BUSY]
     with pytest.raises(OutcomeUnknown):
         await client.create("a", delay=1, if_absent=True)
@@ -404,12 +404,12 @@ async def test_doubt_stays_doubt_whatever_later_tries_met(peer: Peer, client: As
 
 
 @pytest.mark.parametrize("doubt", [UNKNOWN, LOST, NOT_APPLIED, BUSY, Answer("gateway", 504)])
-async def test_a_read_is_repeated_through_anything(peer: Peer, client: AsyncClient, doubt: Answer) -> None:
+async def test_a_read_is_retried_after_any_lost_response(peer: Peer, client: AsyncClient, doubt: Answer) -> None:
     peer.script = [doubt, Answer({"timer": timer_json()})]
     assert (await client.get("a")).timer_id == "a"
 
 
-async def test_a_delete_whose_answer_was_lost_still_tells_that_it_cancelled(peer: Peer, client: AsyncClient) -> None:
+async def test_a_delete_whose_response_was_lost_still_returns_cancelled(peer: Peer, client: AsyncClient) -> None:
     cancelled = timer_json(state="cancelled", outcome="cancelled")
     peer.script = [LOST, Answer({"verdict": "alreadyReached"}), Answer({"timer": cancelled})]
     assert await client.delete("a") is Verdict.CANCELLED
@@ -418,7 +418,7 @@ async def test_a_delete_whose_answer_was_lost_still_tells_that_it_cancelled(peer
     assert await client.delete("a") is Verdict.ALREADY_REACHED
 
 
-async def test_updates_fire_now_and_replay_are_not_repeated_in_doubt(peer: Peer, client: AsyncClient) -> None:
+async def test_update_fire_now_and_replay_of_unknown_outcome_are_not_retried(peer: Peer, client: AsyncClient) -> None:
     for call in (client.update("a", delay=1), client.fire_now("a"), client.replay("a")):
         peer.script = [LOST]
         with pytest.raises(OutcomeUnknown):
@@ -426,7 +426,7 @@ async def test_updates_fire_now_and_replay_are_not_repeated_in_doubt(peer: Peer,
     assert peer.paths == ["timers/update", "timers/fireNow", "timers/replay"]
 
 
-async def test_no_server_is_a_failed_connection_that_changed_nothing(peer: Peer) -> None:
+async def test_without_a_server_connection_failed_is_raised(peer: Peer) -> None:
     peer.stop()
     async with AsyncClient(peer.url, retries=1) as client:
         with pytest.raises(ConnectionFailed, match="cannot reach"):
@@ -443,14 +443,14 @@ def batch_rule(path: str, body: Any) -> Answer:
     return Answer({"results": [{"verdict": "cancelled"} for _ in body["timers"]]})
 
 
-async def test_create_many_goes_out_in_batches_and_answers_in_order(peer: Peer, client: AsyncClient) -> None:
+async def test_create_many_sends_batches_and_returns_results_in_order(peer: Peer, client: AsyncClient) -> None:
     peer.rule = batch_rule
     results = await client.create_many([NewTimer(f"t{i}", delay=1, if_absent=i % 2 == 0) for i in range(2_500)])
     assert [r.timer.timer_id for r in results if isinstance(r, Created)] == [f"t{i}" for i in range(2_500)]
     assert sorted(len(body["timers"]) for _, body in peer.requests) == [250, 250, 1_000, 1_000]
 
 
-async def test_in_create_many_each_timer_is_repeated_or_fails_by_itself(peer: Peer, client: AsyncClient) -> None:
+async def test_create_many_retries_only_the_timers_that_failed(peer: Peer, client: AsyncClient) -> None:
     refusals = [{"error": problem(503, "not_applied")}, {"error": problem(400, "invalid_field", field="callbackUrl")}]
     peer.script = [Answer({"results": [created("a"), *refusals]}), Answer({"results": [created("b")]})]
     results = await client.create_many([NewTimer(name, delay=1) for name in "abc"])
@@ -458,13 +458,13 @@ async def test_in_create_many_each_timer_is_repeated_or_fails_by_itself(peer: Pe
     assert [item["timerId"] for item in peer.requests[1][1]["timers"]] == ["b"]
 
 
-async def test_delete_many_survives_a_lost_answer(peer: Peer, client: AsyncClient) -> None:
+async def test_delete_many_is_retried_after_a_lost_response(peer: Peer, client: AsyncClient) -> None:
     peer.rule = batch_rule
     peer.script = [LOST]
     assert await client.delete_many(["a", "b"]) == [Verdict.CANCELLED] * 2
 
 
-async def test_coalescing_gathers_what_is_asked_for_together(peer: Peer) -> None:
+async def test_concurrent_calls_share_a_request_with_coalesce(peer: Peer) -> None:
     peer.rule = batch_rule
     async with AsyncClient(peer.url, coalesce=True) as client:
         results = await asyncio.gather(*[client.create(f"t{i}", delay=1) for i in range(1_500)])
@@ -475,7 +475,7 @@ async def test_coalescing_gathers_what_is_asked_for_together(peer: Peer) -> None
     assert peer.paths[2:] == ["timers/deleteMany"]
 
 
-async def test_a_lone_coalesced_create_goes_out_at_once(peer: Peer) -> None:
+async def test_a_single_coalesced_create_is_sent_at_once(peer: Peer) -> None:
     peer.rule = batch_rule
     async with AsyncClient(peer.url, coalesce=True) as client:
         for name in "ab":
@@ -483,7 +483,7 @@ async def test_a_lone_coalesced_create_goes_out_at_once(peer: Peer) -> None:
     assert [len(body["timers"]) for _, body in peer.requests] == [1, 1]
 
 
-async def test_coalesced_creates_fail_each_for_itself_and_keep_their_rules(peer: Peer) -> None:
+async def test_coalesced_creates_fail_separately_and_keep_their_retry_rules(peer: Peer) -> None:
     peer.script = [
         Answer({"results": [created("a"), {"error": problem(400, "invalid_field", field="timerId")}]}),
         LOST,
@@ -497,7 +497,7 @@ async def test_coalesced_creates_fail_each_for_itself_and_keep_their_rules(peer:
     assert len(peer.requests) == 2
 
 
-async def test_coalesced_creates_with_if_absent_are_repeated_apart_from_the_plain_ones(peer: Peer) -> None:
+async def test_coalesced_creates_with_if_absent_are_retried_separately_from_plain_ones(peer: Peer) -> None:
     seen: set[str] = set()
 
     def lose_each_the_first_time(path: str, body: Any) -> Answer:
@@ -527,7 +527,7 @@ async def test_a_cancelled_caller_does_not_disturb_the_others(peer: Peer) -> Non
 # --- the sync client -----------------------------------------------------------------------------
 
 
-def test_the_sync_client_offers_every_method_of_the_async_one() -> None:
+def test_the_sync_client_has_every_method_of_the_async_one() -> None:
     hidden = {"pages"}
     public = {name for name in vars(AsyncClient) if not name.startswith("_")} - hidden
     assert public <= set(vars(Client))
@@ -572,7 +572,7 @@ def _in_the_child(client: Client, results: Any) -> None:
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
-def test_after_a_fork_parent_and_child_both_go_on(peer: Peer) -> None:
+def test_after_a_fork_parent_and_child_can_both_use_the_client(peer: Peer) -> None:
     peer.rule = lambda path, body: Answer({"timer": timer_json(body["timerId"])})
     forking = multiprocessing.get_context("fork")
     results = forking.Queue()
@@ -624,7 +624,7 @@ def test_a_forged_or_stale_callback_is_refused() -> None:
         read_callback(b"[]", {})
 
 
-def test_answers_are_what_the_server_reads() -> None:
+def test_the_server_decodes_the_answers_of_a_receiver() -> None:
     from duetime.domain.timer import read_answer
 
     assert read_answer(ok()) == (True, None, None)
@@ -687,7 +687,7 @@ def test_the_public_names_are_these() -> None:
     assert Unserved.code == "not_applied"
 
 
-def test_the_package_offers_the_clients_without_importing_them_first() -> None:
+def test_the_package_imports_the_clients_only_when_they_are_used() -> None:
     assert duetime.Client is Client
     assert duetime.AsyncClient is AsyncClient
 
@@ -695,18 +695,18 @@ def test_the_package_offers_the_clients_without_importing_them_first() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (shapes.Timer, wire.TimerJson),
-        (shapes.Namespace, wire.NamespaceJson),
-        (shapes.ClusterStatus, wire.ClusterStatusJson),
-        (shapes.Member, wire.MemberJson),
-        (shapes.Shard, wire.ShardJson),
-        (shapes.ShardCounts, wire.ShardCountsJson),
-        (shapes.HeldFor, wire.HeldForJson),
-        (shapes._CreateJson, wire.CreateTimerJson),
-        (shapes.Created, wire.CreatedAnswer),
+        (models.Timer, wire.TimerJson),
+        (models.Namespace, wire.NamespaceJson),
+        (models.ClusterStatus, wire.ClusterStatusJson),
+        (models.Member, wire.MemberJson),
+        (models.Shard, wire.ShardJson),
+        (models.ShardCounts, wire.ShardCountsJson),
+        (models.HeldFor, wire.HeldForJson),
+        (models._CreateJson, wire.CreateTimerJson),
+        (models.Created, wire.CreatedAnswer),
     ],
 )
-def test_the_client_knows_every_field_of_the_wire(ours: type, theirs: type) -> None:
+def test_the_models_of_the_client_have_every_field_of_the_wire(ours: type, theirs: type) -> None:
     def names(kind: type) -> set[str]:
         return {field.encode_name for field in msgspec.structs.fields(kind)}
 

@@ -1,4 +1,4 @@
-"""A client that knows the way: what goes to which instance, and where it goes when that one is not there."""
+"""Routing of a direct client: which call is sent to which instance, and where it goes if that one is down."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ AT = "2027-01-01T09:00:00.000Z"
 
 
 class Instance:
-    """A server that takes what it is sent, keeps it, and tells what its cluster tells."""
+    """A server that accepts and records every request, and returns the map of its cluster."""
 
     def __init__(self, cluster: Cluster, name: str, tls: ssl.SSLContext | None = None) -> None:
         self.cluster = cluster
         self.name = name
         self.instance_id = f"id-{name}"
         self.tls = tls
-        self.bodies: list[tuple[str, Any]] = []  # of what is about timers
+        self.bodies: list[tuple[str, Any]] = []  # of the requests about timers
         self.posts: list[Request] = []
         self.script: deque[Response] = deque()
         self.is_frozen = False
-        self.hangs_up: asyncio.Event | None = None  # set: takes a request, says so, and closes without an answer
+        # If there is an event: accept a request, set the event, and close the connection without a response.
+        self.closes_connection: asyncio.Event | None = None
         self._server: HttpServer | None = None
 
     async def start(self, port: int = 0) -> None:
@@ -70,7 +71,7 @@ class Instance:
 
     @property
     def ids(self) -> list[str]:
-        """Of the timers it was asked to write."""
+        """The ids of the timers it was asked to write."""
         return [item["timerId"] for _, body in self.bodies for item in body.get("timers", [body]) if "timerId" in item]
 
     async def _handle(self, request: Request) -> Response:
@@ -85,9 +86,9 @@ class Instance:
             return self.cluster.tell_map()
         body = msgspec.json.decode(request.body)
         self.bodies.append((path, body))
-        if self.hangs_up is not None:
-            self.hangs_up.set()
-            await asyncio.Event().wait()  # until the connection is cut
+        if self.closes_connection is not None:
+            self.closes_connection.set()
+            await asyncio.Event().wait()  # until the connection is closed
         return self.script.popleft() if self.script else answer_to(path, body)
 
 
@@ -125,18 +126,18 @@ def refusal(status: int, code: str) -> Response:
 
 
 class Cluster:
-    """Instances and the map that each of them tells. Even shards are the first one's, odd ones the second's."""
+    """Instances, and the map that each returns. The first one owns the even shards, the second one the odd ones."""
 
     def __init__(self) -> None:
         self.a, self.b = Instance(self, "a"), Instance(self, "b")
         self.owners: list[int | None] = [shard % 2 for shard in range(SHARDS)]
         self.namespaces = {"default": SHARDS}
-        self.addresses: list[str] | None = None  # None: as they are
+        self.addresses: list[str] | None = None  # None: the real addresses
         self.refusal: Response | None = None
-        self.maps_told = 0
+        self.maps_sent = 0
 
     def tell_map(self) -> Response:
-        self.maps_told += 1
+        self.maps_sent += 1
         if self.refusal is not None:
             return self.refusal
         addresses = self.addresses or [self.a.address, self.b.address]
@@ -180,7 +181,7 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
 # --- the way to the owner ------------------------------------------------------------------------
 
 
-async def test_what_is_about_a_timer_goes_to_its_owner_and_the_rest_to_the_url(
+async def test_a_call_about_a_timer_is_sent_to_its_owner_and_other_calls_to_the_url(
     cluster: Cluster, client: AsyncClient
 ) -> None:
     mine, others = OF_A[0], OF_B[0]
@@ -198,7 +199,7 @@ async def test_what_is_about_a_timer_goes_to_its_owner_and_the_rest_to_the_url(
     assert set(cluster.a.ids) == {mine}
     assert set(cluster.b.ids) == {others}
     assert {post.header(b"authorization") for post in cluster.b.posts} == {f"Bearer {TOKEN}"}
-    assert cluster.maps_told == 1
+    assert cluster.maps_sent == 1
 
 
 async def test_create_many_and_delete_many_are_split_by_owner_and_answered_in_order(
@@ -213,7 +214,7 @@ async def test_create_many_and_delete_many_are_split_by_owner_and_answered_in_or
     assert cluster.b.ids == OF_B * 2
 
 
-async def test_coalescing_gathers_for_each_owner(cluster: Cluster) -> None:
+async def test_coalesced_calls_are_batched_for_each_owner(cluster: Cluster) -> None:
     async with AsyncClient(cluster.a.url, direct=True, coalesce=True) as client:
         results = await asyncio.gather(*(client.create(timer_id, delay=1) for timer_id in IDS))
         assert [result.timer.timer_id for result in results] == IDS
@@ -223,7 +224,7 @@ async def test_coalescing_gathers_for_each_owner(cluster: Cluster) -> None:
         assert instance.ids == ids * 2
 
 
-async def test_the_sync_client_knows_the_way_too(cluster: Cluster) -> None:
+async def test_the_sync_client_sends_to_the_owner_too(cluster: Cluster) -> None:
     def work() -> None:
         with Client(cluster.a.url, direct=True) as client:
             for timer_id in IDS[:20]:
@@ -234,14 +235,14 @@ async def test_the_sync_client_knows_the_way_too(cluster: Cluster) -> None:
     assert cluster.b.ids == [timer_id for timer_id in IDS[:20] if timer_id in OF_B]
 
 
-async def test_without_direct_nobody_asks_for_the_map(cluster: Cluster) -> None:
+async def test_without_direct_the_map_is_not_read(cluster: Cluster) -> None:
     async with AsyncClient(cluster.a.url) as client:
         await client.create(OF_B[0], delay=1)
-    assert cluster.maps_told == 0
+    assert cluster.maps_sent == 0
     assert cluster.a.ids == [OF_B[0]]
 
 
-async def test_a_namespace_that_is_new_goes_to_the_url_until_the_map_has_it(
+async def test_calls_about_a_new_namespace_go_to_the_url_until_the_map_has_it(
     cluster: Cluster, client: AsyncClient
 ) -> None:
     await client.create(OF_B[0], delay=1, namespace="new")
@@ -268,14 +269,14 @@ async def test_a_shard_that_moves_is_found_at_its_new_owner_after_a_refusal(
         try:
             await client.create(OF_B[1], delay=1)
             break
-        except Unserved:  # the repeats were over before the map was there
+        except Unserved:  # the retries ended before the map was refreshed
             continue
     assert cluster.b.ids.count(OF_B[1]) == 100 - len(cluster.b.script)
     assert cluster.a.ids == [OF_B[1]]
-    assert cluster.maps_told == 2
+    assert cluster.maps_sent == 2
 
 
-async def test_refusals_inside_a_batch_bring_a_new_map_and_only_the_refused_go_out_again(
+async def test_refusals_in_a_batch_refresh_the_map_and_only_the_refused_are_sent_again(
     cluster: Cluster, client: AsyncClient
 ) -> None:
     await client.create(OF_A[0], delay=1)
@@ -294,9 +295,9 @@ async def test_refusals_inside_a_batch_bring_a_new_map_and_only_the_refused_go_o
     assert cluster.a.ids == [OF_A[0], OF_B[1]]
 
 
-async def test_the_map_is_read_anew_from_time_to_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "PERIOD_S", 0.05)
-    monkeypatch.setattr(routing, "SPACING_S", 0.01)
+async def test_the_map_is_refreshed_at_intervals(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "REFRESH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(routing, "REFRESH_SPACING_S", 0.01)
     async with AsyncClient(cluster.a.url, direct=True) as client:
         await client.create(OF_B[0], delay=1)
         cluster.owners = [0] * SHARDS
@@ -306,19 +307,19 @@ async def test_the_map_is_read_anew_from_time_to_time(cluster: Cluster, monkeypa
             return OF_B[1] in cluster.a.ids
 
         await until(moved, "the new owner is found without any refusal")
-        read = cluster.maps_told
+        read = cluster.maps_sent
         await asyncio.sleep(0.2)
-        assert cluster.maps_told <= read + 1  # only while it is used
+        assert cluster.maps_sent <= read + 1  # it is read only while the client is used
 
 
-async def test_a_restarted_owner_is_met_again_under_its_new_id(cluster: Cluster, client: AsyncClient) -> None:
+async def test_a_restarted_owner_is_verified_again_under_its_new_id(cluster: Cluster, client: AsyncClient) -> None:
     await client.create(OF_B[0], delay=1)
     await cluster.b.stop()
     await client.create(OF_B[0], delay=1)
     assert cluster.a.ids == [OF_B[0]]
     cluster.b.instance_id = "id-b-again"
     await cluster.b.start(cluster.b.port)
-    client._calls.routes.read_soon()
+    client._calls.routes.refresh_soon()
 
     async def arrives_directly() -> bool:
         await client.create(OF_B[1], delay=1)
@@ -330,7 +331,7 @@ async def test_a_restarted_owner_is_met_again_under_its_new_id(cluster: Cluster,
 # --- somebody is not there -----------------------------------------------------------------------
 
 
-async def test_an_owner_that_is_down_is_gone_round_and_nothing_is_sent_twice(
+async def test_an_owner_that_is_down_is_bypassed_and_nothing_is_sent_twice(
     cluster: Cluster, client: AsyncClient
 ) -> None:
     await client.create(OF_B[0], delay=1)
@@ -342,7 +343,7 @@ async def test_an_owner_that_is_down_is_gone_round_and_nothing_is_sent_twice(
     assert sorted(cluster.a.ids + cluster.b.ids) == sorted(OF_B)
 
 
-async def test_a_url_that_is_down_is_gone_round_by_way_of_the_learnt(cluster: Cluster, client: AsyncClient) -> None:
+async def test_a_url_that_is_down_is_replaced_by_discovered_instances(cluster: Cluster, client: AsyncClient) -> None:
     await client.create(OF_A[0], delay=1)
     await cluster.a.stop()
     await client.create(OF_A[1], delay=1)
@@ -351,31 +352,31 @@ async def test_a_url_that_is_down_is_gone_round_by_way_of_the_learnt(cluster: Cl
     assert cluster.b.bodies[-1][0] == "timers/list"
 
 
-async def test_a_plain_create_whose_owner_hung_up_is_sent_to_nobody_else(cluster: Cluster, client: AsyncClient) -> None:
+async def test_a_plain_create_is_not_sent_again_if_its_owner_hung_up(cluster: Cluster, client: AsyncClient) -> None:
     await client.create(OF_B[0], delay=1)
-    cluster.b.hangs_up = asyncio.Event()
+    cluster.b.closes_connection = asyncio.Event()
     call = asyncio.ensure_future(client.create(OF_B[1], delay=1))
-    await cluster.b.hangs_up.wait()
+    await cluster.b.closes_connection.wait()
     await cluster.b.stop()
-    with pytest.raises(OutcomeUnknown, match="fire it twice"):
+    with pytest.raises(OutcomeUnknown, match="it could fire twice"):
         await call
     assert cluster.a.ids == []
     assert cluster.b.ids == [OF_B[0], OF_B[1]]
 
 
-async def test_what_may_be_repeated_is_repeated_elsewhere_when_its_owner_hung_up(
+async def test_an_idempotent_call_is_sent_to_another_instance_if_its_owner_hung_up(
     cluster: Cluster, client: AsyncClient
 ) -> None:
     await client.create(OF_B[0], delay=1)
-    cluster.b.hangs_up = asyncio.Event()
+    cluster.b.closes_connection = asyncio.Event()
     call = asyncio.ensure_future(client.create(OF_B[1], delay=1, if_absent=True))
-    await cluster.b.hangs_up.wait()
+    await cluster.b.closes_connection.wait()
     await cluster.b.stop()
     await call
     assert cluster.a.ids == [OF_B[1]]
 
 
-async def test_when_nobody_is_there_it_says_who_was_tried(cluster: Cluster, client: AsyncClient) -> None:
+async def test_if_no_instance_can_be_reached_the_error_names_them(cluster: Cluster, client: AsyncClient) -> None:
     await client.create(OF_B[0], delay=1)
     await cluster.a.stop()
     await cluster.b.stop()
@@ -384,7 +385,7 @@ async def test_when_nobody_is_there_it_says_who_was_tried(cluster: Cluster, clie
     assert cluster.a.url in str(caught.value)
 
 
-async def test_an_owner_that_no_longer_answers_is_gone_round_until_it_is_met_again(cluster: Cluster) -> None:
+async def test_an_owner_that_no_longer_answers_is_bypassed_until_it_is_verified_again(cluster: Cluster) -> None:
     async with AsyncClient(cluster.a.url, direct=True, timeout=0.5) as client:
         await client.create(OF_B[0], delay=1)
         cluster.b.is_frozen = True
@@ -394,10 +395,10 @@ async def test_an_owner_that_no_longer_answers_is_gone_round_until_it_is_met_aga
     assert cluster.a.ids == [OF_B[2]]
 
 
-async def test_from_outside_the_clusters_network_all_goes_to_the_url_and_is_not_tried_again_soon(
+async def test_from_outside_the_clusters_network_all_calls_go_to_the_url(
     cluster: Cluster, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routing, "SPACING_S", 0.0)
+    monkeypatch.setattr(routing, "REFRESH_SPACING_S", 0.0)
     await cluster.b.stop()
     cluster.addresses = [cluster.b.address, cluster.b.address]
     cluster.a.script.append(refusal(503, "not_applied"))
@@ -405,19 +406,19 @@ async def test_from_outside_the_clusters_network_all_goes_to_the_url_and_is_not_
         await client.create(timer_id, delay=1)
     await client.create(IDS[20], delay=1, namespace="unknown")
     assert cluster.a.ids == [IDS[0], *IDS[:21]]
-    assert cluster.maps_told == 1
+    assert cluster.maps_sent == 1
 
 
 @pytest.mark.parametrize("answer", [refusal(403, "forbidden"), refusal(404, "path_not_found"), Response(200, b"{}")])
-async def test_where_there_is_no_map_to_be_had_all_goes_to_the_url(
+async def test_without_a_map_all_calls_go_to_the_url(
     cluster: Cluster, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, answer: Response
 ) -> None:
-    monkeypatch.setattr(routing, "SPACING_S", 0.0)
+    monkeypatch.setattr(routing, "REFRESH_SPACING_S", 0.0)
     cluster.refusal = answer
     for timer_id in IDS[:10]:
         await client.create(timer_id, delay=1)
     assert cluster.a.ids == IDS[:10]
-    assert cluster.maps_told == 1
+    assert cluster.maps_sent == 1
 
 
 # --- several URLs --------------------------------------------------------------------------------
@@ -430,14 +431,14 @@ async def test_of_several_urls_any_that_answers_is_used(cluster: Cluster) -> Non
         await cluster.a.stop()
         await client.create("2", delay=1)
         await cluster.a.start(cluster.a.port)
-        await client.create("3", delay=1)  # stays where it was answered
+        await client.create("3", delay=1)  # the client stays with the URL that answered
         await cluster.b.stop()
         await client.create("4", delay=1)
     assert cluster.a.ids == ["1", "4"]
     assert cluster.b.ids == ["2", "3"]
 
 
-async def test_an_instance_that_refuses_is_left_for_the_next_url(cluster: Cluster) -> None:
+async def test_after_a_refusal_the_next_url_is_used(cluster: Cluster) -> None:
     cluster.a.script.extend([refusal(503, "not_applied")] * 9)
     async with AsyncClient([cluster.a.url, cluster.b.url]) as client:
         await client.create("1", delay=1)
@@ -458,7 +459,7 @@ def test_the_sync_client_takes_several_urls_too() -> None:
 # --- whom the token is shown to ------------------------------------------------------------------
 
 
-async def test_a_stranger_at_a_learnt_address_gets_neither_timers_nor_the_token(
+async def test_another_server_at_a_discovered_address_gets_neither_timers_nor_the_token(
     cluster: Cluster, client: AsyncClient
 ) -> None:
     stranger = Instance(Cluster(), "stranger")
@@ -488,8 +489,8 @@ async def test_an_address_that_is_not_host_and_port_is_not_used(
     assert cluster.b.posts == []
 
 
-async def test_owners_that_are_not_on_the_map_are_nobody(cluster: Cluster, client: AsyncClient) -> None:
-    cluster.owners = [7, None, *cluster.owners[2:4]]  # too few, too, for the namespace's number of shards
+async def test_owner_indexes_outside_the_map_are_ignored(cluster: Cluster, client: AsyncClient) -> None:
+    cluster.owners = [7, None, *cluster.owners[2:4]]  # also fewer than the shards of the namespace
     for timer_id in IDS:
         await client.create(timer_id, delay=1)
     assert sorted(cluster.a.ids + cluster.b.ids) == sorted(IDS)
@@ -510,7 +511,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("direct", [True, "https"])
-async def test_a_client_of_an_https_url_never_speaks_http(
+async def test_a_client_with_an_https_url_never_sends_to_http(
     cluster: Cluster, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, direct: routing.Direct
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
@@ -518,19 +519,19 @@ async def test_a_client_of_an_https_url_never_speaks_http(
     context.load_cert_chain(*certificate)
     front = Instance(cluster, "a", tls=context)
     await front.start()
-    cluster.addresses = [cluster.a.address, cluster.b.address]  # these speak http
+    cluster.addresses = [cluster.a.address, cluster.b.address]  # they accept http only
     try:
         async with AsyncClient(front.url, TOKEN, direct=direct) as client:
             for timer_id in IDS[:10]:
                 await client.create(timer_id, delay=1)
         assert front.ids == IDS[:10]
         assert cluster.a.posts == cluster.b.posts == []
-        assert cluster.maps_told == (1 if direct == "https" else 0)
+        assert cluster.maps_sent == (1 if direct == "https" else 0)
     finally:
         await front.stop()
 
 
-async def test_with_https_asked_for_the_owner_is_spoken_to_in_https(
+async def test_with_direct_https_the_owner_is_called_over_https(
     cluster: Cluster, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
@@ -550,6 +551,6 @@ async def test_with_https_asked_for_the_owner_is_spoken_to_in_https(
         await owner.stop()
 
 
-def test_direct_is_one_of_three_things() -> None:
+def test_direct_must_be_true_false_or_https() -> None:
     with pytest.raises(SetupError, match="direct"):
         AsyncClient("http://x", direct="http")  # type: ignore[arg-type]

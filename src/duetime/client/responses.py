@@ -1,4 +1,4 @@
-"""What the server answers, decoded: the envelopes around the shapes a user gets."""
+"""Decoders of the responses of the server. They unwrap the models that a user of the client gets."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from duetime.client.failures import error_of_problem
-from duetime.client.shapes import ClusterStatus, Created, Namespace, Page, Timer, Updated
+from duetime.client.errors import error_of_problem
+from duetime.client.models import ClusterStatus, Created, Namespace, Page, Timer, Updated
 from duetime.domain.timer import Verdict
 from duetime.errors import DuetimeError
 from duetime.wire import ProblemJson
 
 
-class _TimerAnswer(Struct):
+class _TimerResponse(Struct):
     timer: Timer
 
 
@@ -43,16 +43,16 @@ class _DeleteResults(Struct):
     results: list[_DeleteResult]
 
 
-class _NamespaceAnswer(Struct):
+class _NamespaceResponse(Struct):
     namespace: Namespace
 
 
-class _NamespacesAnswer(Struct):
+class _NamespacesResponse(Struct):
     namespaces: tuple[Namespace, ...]
 
 
 class ClusterMap(Struct, rename="camel"):
-    """Who owns which shard: `owners` are indexes into `instances`, by shard id."""
+    """Which instance owns which shard: `owners[shard_id]` is an index into `instances`."""
 
     instances: list[str]
     instance_ids: list[str]
@@ -61,14 +61,14 @@ class ClusterMap(Struct, rename="camel"):
 
 
 decode_created = msgspec.json.Decoder(Created).decode
-decode_timer = msgspec.json.Decoder(_TimerAnswer).decode
+decode_timer = msgspec.json.Decoder(_TimerResponse).decode
 decode_updated = msgspec.json.Decoder(Updated).decode
 decode_deleted = msgspec.json.Decoder(_Deleted).decode
 decode_page = msgspec.json.Decoder(Page).decode
 decode_status = msgspec.json.Decoder(ClusterStatus).decode
 decode_map = msgspec.json.Decoder(ClusterMap).decode
-decode_namespace = msgspec.json.Decoder(_NamespaceAnswer).decode
-decode_namespaces = msgspec.json.Decoder(_NamespacesAnswer).decode
+decode_namespace = msgspec.json.Decoder(_NamespaceResponse).decode
+decode_namespaces = msgspec.json.Decoder(_NamespacesResponse).decode
 _decode_create_results = msgspec.json.Decoder(_CreateResults).decode
 _decode_delete_results = msgspec.json.Decoder(_DeleteResults).decode
 

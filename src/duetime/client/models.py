@@ -1,7 +1,7 @@
-"""What a user hands in and gets back: the JSON of wire.py as a Python user wants it.
+"""The types that a user of the client passes in and gets back. They mirror the JSON structs of wire.py.
 
-Instants are aware datetimes, payloads plain Python values, an absent value is None. A test holds these
-against wire.py, field by field.
+Instants are aware datetimes, payloads are plain Python values, an absent value is None. A unit test compares these
+types with wire.py, field by field.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from duetime.domain.timer import Outcome, State, Verdict
 from duetime.errors import InvalidField
 from duetime.wire import MissedJson, RetryPolicyJson
 
-# --- what goes in --------------------------------------------------------------------------------
+# --- input --------------------------------------------------------------------------------------
 
 
 class RetryPolicy(RetryPolicyJson, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
-    """How attempts are repeated. Durations are text such as "90s"; what is left out has its default."""
+    """How failed attempts are retried. Durations are text such as "90s". A field that is left out has its default."""
 
 
 class Missed(MissedJson, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
-    """What to do with a timer that could not be fired in time: one of the two, as a duration such as "10m"."""
+    """What happens to a timer that fires too late. Give one of the two fields, as a duration such as "10m"."""
 
 
 Delay = timedelta | str | float
 
 
 class NewTimer(Struct, frozen=True, gc=False):
-    """A timer to be created. Exactly one of `at` (aware, or RFC 3339 text) and `delay` (a float is seconds)."""
+    """A timer to create. Give exactly one of `at` (an aware datetime, or RFC 3339 text) and `delay` (a float is in
+    seconds)."""
 
     timer_id: str
     at: datetime | str | None = None
@@ -52,7 +53,7 @@ class NewTimer(Struct, frozen=True, gc=False):
 
 
 class TimerChanges(TypedDict, total=False):
-    """Fields of an update. What is left out stays; None sets back to the default."""
+    """Fields of an update. A field that is left out does not change; None resets it to the default."""
 
     at: datetime | str
     delay: Delay
@@ -68,7 +69,7 @@ class TimerChanges(TypedDict, total=False):
 
 
 class TimerFilter(TypedDict, total=False):
-    """All conditions must hold. `due_from` is inclusive, `due_until` is not."""
+    """A timer matches if it meets all conditions. `due_from` is inclusive, `due_until` is exclusive."""
 
     state: State | str
     due_from: datetime | str
@@ -80,7 +81,7 @@ class TimerFilter(TypedDict, total=False):
 
 
 class NamespaceSettings(TypedDict, total=False):
-    """What is left out has its default, or stays as it is; None sets back to the default."""
+    """A field that is left out has its default (create) or does not change (update). None resets it to the default."""
 
     callback_url: str | None
     retry_policy: RetryPolicy | Mapping[str, Any] | None
@@ -93,7 +94,7 @@ class NamespaceSettings(TypedDict, total=False):
 
 
 class _CreateJson(Struct, gc=False, omit_defaults=True, rename="camel"):
-    """`NewTimer` as it goes over the wire (wire.CreateTimerJson, with any payload)."""
+    """The JSON of a `NewTimer`: as wire.CreateTimerJson, but the payload is any Python value."""
 
     timer_id: str
     namespace: str
@@ -113,10 +114,10 @@ class _CreateJson(Struct, gc=False, omit_defaults=True, rename="camel"):
 _encode = msgspec.json.Encoder().encode
 
 
-def encoded_new(new: NewTimer, namespace: str) -> bytes:
+def encode_new(new: NewTimer, namespace: str) -> bytes:
     if (new.at is None) is (new.delay is None):
         raise InvalidField("at", "give exactly one of at and delay")
-    return encoded(
+    return encode_json(
         _CreateJson(
             new.timer_id,
             namespace if new.namespace is None else new.namespace,
@@ -135,11 +136,11 @@ def encoded_new(new: NewTimer, namespace: str) -> bytes:
     )
 
 
-def encoded(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     try:
         return _encode(value)
     except (TypeError, ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidField(None, f"cannot be written as JSON: {error}") from None
+        raise InvalidField(None, f"cannot be encoded as JSON: {error}") from None
 
 
 def _instant(field: str, at: datetime | str) -> datetime | str:
@@ -155,8 +156,9 @@ def _duration(field: str, value: Delay) -> str:
         return value
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if not 0 <= seconds < math.inf:
-        raise InvalidField(field, f"{field} must not be negative or endless")
-    return f"{math.ceil(round(seconds * 1_000, 3))}ms"  # up: never early; but 1.1 s is not 1101 ms
+        raise InvalidField(field, f"{field} must be finite and not negative")
+    # Rounded up, so that it is never early; round() first, or 1.1 s would become 1101 ms.
+    return f"{math.ceil(round(seconds * 1_000, 3))}ms"
 
 
 _WIRE_NAMES = {"at": "executeAt", "namespace": "namespace"}
@@ -164,8 +166,8 @@ _INSTANTS = frozenset({"at", "due_from", "due_until"})
 _DURATIONS = frozenset({"delay", "delivered_retention", "failed_retention"})
 
 
-def wire_dict(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments as the wire wants them: camelCase, instants and durations as text."""
+def to_wire(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as fields of a JSON request: names in camelCase, instants and durations as text."""
     wired: dict[str, Any] = {}
     for name, value in fields.items():
         if value is not None and name in _INSTANTS:
@@ -182,11 +184,11 @@ def _camel(name: str) -> str:
     return first + "".join(word.capitalize() for word in rest)
 
 
-# --- what comes out ------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------
 
 
 class Timer(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A timer as it stands. `scheduled_at` is the time asked for, `execute_at` the next attempt."""
+    """A timer. `scheduled_at` is the time that was asked for, `execute_at` the time of the next attempt."""
 
     namespace: str
     timer_id: str
@@ -212,13 +214,14 @@ class Timer(Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def is_over(self) -> bool:
+        """It was reached: no attempt will follow."""
         return self.outcome is not None
 
 
 class Created(Struct, frozen=True):
-    """`replaced`: there was a scheduled one (None: not known, an answer of the database was lost).
-    `existed`: `if_absent` found it as `timer` shows it, and left it so; it may have been made by an earlier try of the
-    same call whose answer was lost."""
+    """`replaced`: there was a scheduled timer with that id (None: unknown, because a response of the database was
+    lost). `existed`: with `if_absent`, the timer existed already and was not changed. An earlier attempt of the same
+    call, whose response was lost, may have created it."""
 
     timer: Timer
     replaced: bool | None
@@ -236,7 +239,7 @@ class Page(Struct, frozen=True, rename="camel"):
 
 
 class Namespace(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A namespace. Its signing secrets come redacted; in an update a redacted one stands for itself."""
+    """A namespace. Its signing secrets are redacted. In an update, a redacted secret means: keep this one."""
 
     namespace: str
     num_shards: int
@@ -252,7 +255,7 @@ class Namespace(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class HeldFor(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A destination that due timers wait for."""
+    """A destination for which due timers are held."""
 
     destination: str
     held: int
@@ -262,7 +265,8 @@ class HeldFor(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Member(Struct, frozen=True, kw_only=True, rename="camel"):
-    """An instance. What only it can know is None if it is dead or `unreachable` (which says why)."""
+    """An instance. `unreachable` is the reason why it could not be asked. Fields that only the instance itself knows
+    are None if it is dead or unreachable."""
 
     instance_id: str
     address: str
@@ -304,8 +308,8 @@ class ShardCounts(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class ClusterStatus(Struct, frozen=True, kw_only=True, rename="camel"):
-    """The whole cluster. Figures are of all members that answered, together or, of lateness, skew and age, at
-    their worst; `ready` and `version` are of the instance that was asked."""
+    """The whole cluster. Counts are sums over all members that answered; lateness, clock skew and the age of the oldest
+    due timer are the worst of them. `ready` and `version` are those of the instance that was asked."""
 
     instance_id: str
     version: str

@@ -1,7 +1,7 @@
-"""Gathers calls made at the same time into one request, without making any of them wait for it.
+"""The request batcher: sends calls that are made at the same time in one request, without a delay for any of them.
 
-With nothing in flight, what was asked for in this turn of the event loop goes out at its end. While a
-request is in flight, calls gather for the next one; a full batch need not wait, up to a bound.
+While no request is in flight, all calls of the current iteration of the event loop are sent at its end. While a
+request is in flight, calls wait for the next one. A full batch does not wait, up to IN_FLIGHT_MAX requests.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ IN_FLIGHT_MAX = 4
 Send = Callable[[Sequence[bytes]], Awaitable[Sequence[R | DuetimeError]]]
 
 
-class Gatherer(Generic[R]):
+class RequestBatcher(Generic[R]):
+    """Collects items, sends them in batches with `send`, and gives each caller the result of its own item."""
+
     def __init__(self, send: Send[R]) -> None:
         self._send = send
         self._waiting: list[tuple[bytes, asyncio.Future[R]]] = []
         self._in_flight: set[asyncio.Task[None]] = set()
-        self._woken = False
+        self._scheduled = False
 
     def add(self, item: bytes) -> asyncio.Future[R]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[R] = loop.create_future()
         self._waiting.append((item, future))
-        if not self._woken and self._may_send():
-            self._woken = True
-            loop.call_soon(self._wake)
+        if not self._scheduled and self._may_send():
+            self._scheduled = True
+            loop.call_soon(self._send_waiting)
         return future
 
     def _may_send(self) -> bool:
@@ -43,8 +45,8 @@ class Gatherer(Generic[R]):
             return True
         return len(self._waiting) >= BATCH_ITEMS_MAX and len(self._in_flight) < IN_FLIGHT_MAX
 
-    def _wake(self) -> None:
-        self._woken = False
+    def _send_waiting(self) -> None:
+        self._scheduled = False
         while self._waiting and self._may_send():
             count = batch_length([item for item, _ in self._waiting[:BATCH_ITEMS_MAX]])
             batch = [(item, future) for item, future in self._waiting[:count] if not future.done()]
@@ -52,18 +54,18 @@ class Gatherer(Generic[R]):
             if batch:
                 task = asyncio.get_running_loop().create_task(self._post(batch))
                 self._in_flight.add(task)
-                task.add_done_callback(self._landed)
+                task.add_done_callback(self._request_done)
 
-    def _landed(self, task: asyncio.Task[None]) -> None:
+    def _request_done(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)
-        self._wake()
+        self._send_waiting()
 
     async def _post(self, batch: list[tuple[bytes, asyncio.Future[R]]]) -> None:
         results: Sequence[R | DuetimeError]
         try:
             results = await self._send([item for item, _ in batch])
         except DuetimeError as error:
-            results = [copy.copy(error) for _ in batch]  # one each: whoever catches it may add to it
+            results = [copy.copy(error) for _ in batch]  # a copy each: a caller may add a note to its own
         except BaseException:
             for _, future in batch:
                 future.cancel()
@@ -78,7 +80,7 @@ class Gatherer(Generic[R]):
 
 
 def batch_length(items: Sequence[bytes]) -> int:
-    """How many of the items make one request."""
+    """How many of the first items fit into one request."""
     size = 0
     for count, item in enumerate(items[:BATCH_ITEMS_MAX]):
         size += len(item)

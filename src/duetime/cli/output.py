@@ -1,4 +1,4 @@
-"""How things look on a terminal: relative times, tables, marks. Colours only where they are welcome."""
+"""Output of the commands: tables, relative times, colours (on a terminal only), and JSON as the HTTP API encodes it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
 from duetime.clock import SystemClock
+from duetime.domain.instants import format_instant
 
 if TYPE_CHECKING:
     from duetime.client import RetryPolicy
 
 __all__ = [
-    "ago",
-    "json_line",
-    "lateness",
+    "format_duration",
+    "format_lateness",
+    "format_relative",
+    "format_relative_ms",
+    "format_retries",
+    "local_time",
     "now_ms",
-    "painted",
-    "relative",
-    "retries",
-    "shortened",
-    "show_fields",
-    "show_table",
-    "spoken",
-    "state",
-    "time_of_day",
+    "print_fields",
+    "print_json",
+    "print_table",
+    "shorten",
+    "styled",
+    "styled_state",
+    "to_json",
 ]
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -37,22 +39,22 @@ _STATE_STYLES = {"delivered": "green", "failed": "red", "inFlight": "yellow", "c
 now_ms = SystemClock().wall_ms
 
 
-def painted(text: str, style: str | None) -> str:
-    if style is None or not _colours_wanted():
+def styled(text: str, style: str | None) -> str:
+    if style is None or not _use_colours():
         return text
     return f"\033[{_STYLES[style]}m{text}\033[0m"
 
 
-def state(name: str) -> str:
-    return painted(name, _STATE_STYLES.get(name))
+def styled_state(name: str) -> str:
+    return styled(name, _STATE_STYLES.get(name))
 
 
-def _colours_wanted() -> bool:
+def _use_colours() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def spoken(milliseconds: float) -> str:
-    """A length of time as one says it: "3 ms", "1.2 s", "29 min", "2 h 5 min", "3 d 4 h"."""
+def format_duration(milliseconds: float) -> str:
+    """A duration in the unit that suits it: "3 ms", "1.2 s", "29 min", "2 h 5 min", "3 d 4 h"."""
     if milliseconds < 999.5:
         return f"{milliseconds:.0f} ms"
     seconds = milliseconds / 1_000
@@ -73,55 +75,71 @@ def _with_rest(count: int, rest: int, unit: str, smaller: str) -> str:
     return f"{count} {unit} {rest} {smaller}" if rest else f"{count} {unit}"
 
 
-def relative(at_ms: float) -> str:
+def format_relative_ms(at_ms: float) -> str:
     """ "in 29 min" or "3 s ago"."""
     distance = at_ms - now_ms()
-    return f"in {spoken(distance)}" if distance > 0 else f"{spoken(-distance)} ago"
+    return f"in {format_duration(distance)}" if distance > 0 else f"{format_duration(-distance)} ago"
 
 
-def ago(at: datetime) -> str:
-    return relative(at.timestamp() * 1_000)
+def format_relative(at: datetime) -> str:
+    return format_relative_ms(at.timestamp() * 1_000)
 
 
-def time_of_day() -> str:
+def local_time() -> str:
     return f"{datetime.fromtimestamp(now_ms() / 1_000, UTC).astimezone():%H:%M:%S}"
 
 
-def lateness(milliseconds: float | None) -> str:
+def format_lateness(milliseconds: float | None) -> str:
     if milliseconds is None:
         return ""
-    return f"{spoken(milliseconds)} late" if milliseconds > 0 else "on time"
+    return f"{format_duration(milliseconds)} late" if milliseconds > 0 else "on time"
 
 
-def retries(policy: RetryPolicy) -> str:
+def format_retries(policy: RetryPolicy) -> str:
     times = "any number" if policy.max_retries is None else f"up to {policy.max_retries}"
     up_to = f" up to {policy.max_interval}" if policy.max_interval else ""
     return f"{times}, pauses from {policy.initial_interval}{up_to}, for {policy.max_duration}"
 
 
-def shortened(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def json_line(value: Any) -> str:
+def to_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def show_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell. Cells may be painted: the paint has no width."""
+def print_json(value: Any, *, file: TextIO | None = None) -> None:
+    plain = _as_served(msgspec.to_builtins(value, builtin_types=(datetime,)))
+    print(msgspec.json.encode(plain).decode(), file=file or sys.stdout)
+
+
+def _as_served(value: Any) -> Any:
+    """As the server encodes it: instants in milliseconds, fields without a value left out. Payloads are not changed."""
+    if isinstance(value, dict):
+        return {k: v if k == "payload" else _as_served(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_as_served(item) for item in value]
+    if isinstance(value, datetime):
+        return format_instant(round(value.timestamp() * 1_000))
+    return value
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Each column is as wide as its widest cell. Escape sequences of styled cells do not count."""
     rows = [[*row] for row in rows]
     widths = [max([len(heading), *(_width(row[i]) for row in rows)]) for i, heading in enumerate(headings)]
-    print("  ".join(painted(h.ljust(w), "dim") for h, w in zip(headings, widths, strict=True)).rstrip())
+    print("  ".join(styled(h.ljust(w), "dim") for h, w in zip(headings, widths, strict=True)).rstrip())
     for row in rows:
         print("  ".join(cell + " " * (w - _width(cell)) for cell, w in zip(row, widths, strict=True)).rstrip())
 
 
-def show_fields(fields: Iterable[tuple[str, str]]) -> None:
+def print_fields(fields: Iterable[tuple[str, str]]) -> None:
     listed = [(name, value) for name, value in fields if value]
     width = max(len(name) for name, _ in listed)
     for name, value in listed:
-        print(f"{painted(name.ljust(width), 'dim')}  {value}")
+        print(f"{styled(name.ljust(width), 'dim')}  {value}")
 
 
 def _width(cell: str) -> int:

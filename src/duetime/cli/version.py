@@ -1,4 +1,4 @@
-"""What Duetime is, and which one this is."""
+"""version: prints the versions of Duetime, of Python and of the packages that Duetime needs."""
 
 from __future__ import annotations
 
@@ -7,33 +7,25 @@ from argparse import Namespace as Arguments
 from importlib import metadata
 
 from duetime import __version__
-from duetime.cli.screen import json_line
+from duetime.cli.output import to_json
 
-__all__ = ["installed", "overview", "version"]
+__all__ = ["installed_versions", "version"]
 
 PACKAGES = ("apsw", "httptools", "msgspec", "uvloop")
 
 
-def overview(arguments: Arguments) -> int:
-    if arguments.overview is None:
-        arguments.parser.print_help()
-        return 2
-    print(arguments.overview)
-    return 0
-
-
 def version(arguments: Arguments) -> int:
-    versions = {"duetime": __version__, "python": platform.python_version(), **installed()}
+    versions = {"duetime": __version__, "python": platform.python_version(), **installed_versions()}
     if arguments.json:
-        print(json_line(versions))
+        print(to_json(versions))
     else:
         print(f"duetime {__version__}")
         print(", ".join(f"{name} {number or 'absent'}" for name, number in versions.items() if name != "duetime"))
     return 0
 
 
-def installed() -> dict[str, str | None]:
-    """Versions of the packages Duetime stands on; None: not there."""
+def installed_versions() -> dict[str, str | None]:
+    """Versions of the packages that Duetime needs. None: not installed."""
     found: dict[str, str | None] = {}
     for name in PACKAGES:
         try:

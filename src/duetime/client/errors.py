@@ -1,6 +1,7 @@
-"""What can go wrong with a call, and whether it may be repeated. Pure.
+"""Errors of a call, and whether the call may be retried. Pure.
 
-Problems become the errors of errors.py again: the same tree on both sides of the wire.
+The problem documents of the server become the classes of duetime.errors again: the server and the client use the
+same classes.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ PAUSE_FIRST_S, PAUSE_MAX_S = 0.05, 2.0
 
 
 class ConnectionFailed(DuetimeError):
-    """No answer, and nothing was changed: no connection was made, or only a read was lost."""
+    """No response, and nothing was changed: no connection could be made, or the response to a read was lost."""
 
     status = 0
     code = "connection_failed"
     title = "The server cannot be reached; nothing was applied"
 
 
-class Kind(enum.Enum):
-    """What a lost answer means."""
+class CallKind(enum.Enum):
+    """What is to be done when the response to a call was lost."""
 
-    READ = "changes nothing: repeat"
-    REPEATABLE = "may have been applied; doing it twice is the same as once: repeat"
-    ONCE = "may have been applied: do not repeat"
+    READ = "changes nothing: retry"
+    IDEMPOTENT = "may have been applied; applying it twice has the same effect as once: retry"
+    NOT_IDEMPOTENT = "may have been applied: do not retry"
 
 
 _decode_problem = msgspec.json.Decoder(ProblemJson).decode
@@ -59,58 +60,58 @@ _BY_STATUS: dict[int, type[DuetimeError]] = {
 
 def error_of_problem(problem: ProblemJson | None) -> DuetimeError:
     if problem is None:
-        return DuetimeError("the server answered neither a result nor an error", code="malformed_answer")
+        return DuetimeError("the response has neither a result nor an error", code="malformed_answer")
     error: DuetimeError
     if problem.code == "outcome_unknown":
         error = OutcomeUnknown(problem.detail)
     elif problem.code == "invalid_field":
         error = InvalidField(problem.field, problem.detail)
     elif problem.code == "path_not_found":
-        # Not NotFound: that would read as "there is no such timer", but there is no Duetime at this URL.
+        # Not NotFound, which means that a timer does not exist. Here there is no Duetime at this URL.
         error = DuetimeError(problem.detail, code=problem.code)
     else:
         otherwise = Rejected if 400 <= problem.status < 500 else DuetimeError
         kind = Unserved if problem.code == "not_applied" else _BY_STATUS.get(problem.status, otherwise)
         error = kind(problem.detail, field=problem.field, code=problem.code)
     error.status = problem.status
-    error.retry_after_seconds = None  # only what the server says counts: see error_of_answer
+    error.retry_after_seconds = None  # set by error_of_answer if the server sent Retry-After
     return error
 
 
-def in_doubt(detail: str) -> DuetimeError:
-    """OutcomeUnknown, because the answer was lost on the way; nobody asked for a pause."""
+def outcome_unknown(detail: str) -> DuetimeError:
+    """OutcomeUnknown for a lost response. It has no Retry-After, because no server sent one."""
     error: DuetimeError = OutcomeUnknown(detail)
     error.retry_after_seconds = None
     return error
 
 
-def error_of_answer(answer: Answer, kind: Kind) -> DuetimeError:
+def error_of_answer(answer: Answer, kind: CallKind) -> DuetimeError:
     try:
         error = error_of_problem(_decode_problem(answer.body))
-    except msgspec.MsgspecError:  # not Duetime: a proxy, or another server
-        error = _error_of_stranger(answer.status, kind)
+    except msgspec.MsgspecError:  # not from Duetime: from a proxy or another server
+        error = _error_without_problem(answer.status, kind)
     after = answer.header("retry-after")
     if after is not None and after.isdecimal():
         error.retry_after_seconds = int(after)
     return error
 
 
-def _error_of_stranger(status: int, kind: Kind) -> DuetimeError:
-    text = f"HTTP {status} without an explanation; is this a Duetime server?"
-    if status in (502, 503, 504):  # a gateway between us: it may have lost the answer
-        return Unserved(text) if kind is Kind.READ else in_doubt(text)
+def _error_without_problem(status: int, kind: CallKind) -> DuetimeError:
+    text = f"HTTP {status} without a problem document (is this a Duetime server?)"
+    if status in (502, 503, 504):  # from a gateway, which may have lost the response of the server
+        return Unserved(text) if kind is CallKind.READ else outcome_unknown(text)
     kind_of_error = _BY_STATUS[status] if status in (401, 403, 413, 429) else DuetimeError
     error = kind_of_error(text, code="malformed_answer")
     error.status = status
     return error
 
 
-def may_repeat(error: DuetimeError, kind: Kind) -> bool:
+def may_retry(error: DuetimeError, kind: CallKind) -> bool:
     if isinstance(error, OutcomeUnknown):
-        return kind is not Kind.ONCE
+        return kind is not CallKind.NOT_IDEMPOTENT
     return isinstance(error, Busy | Unserved | ConnectionFailed)
 
 
-def pause_s(repeats: int, retry_after_seconds: int | None) -> float:
-    pause: float = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2.0**repeats) * random.uniform(0.5, 1.0)
+def pause_s(retries_made: int, retry_after_seconds: int | None) -> float:
+    pause: float = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2.0**retries_made) * random.uniform(0.5, 1.0)
     return max(pause, retry_after_seconds or 0)
