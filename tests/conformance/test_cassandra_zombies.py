@@ -25,7 +25,7 @@ from duetime.stores.cassandra.statements import TIMER
 from duetime.stores.cassandra.store import CassandraStore, wipe
 from duetime.stores.cassandra.writes import Writer
 from duetime.testing import make_reached, make_timer
-from duetime.testing.conformance.harness import all_reached, all_timers, contents, done, listed, put, take
+from duetime.testing.conformance.harness import all_reached, all_timers, commit_one, contents, listed, put, take
 from servers import fresh_database, require
 
 KEPT = make_timer("kept", 5)
@@ -110,7 +110,7 @@ async def scene(shared_url: str) -> AsyncIterator[Scene]:
 
 async def filled(scene: Scene) -> Fence:
     fence = await take(scene.a, 0)
-    await done(scene.a, Batch(fence, [KEPT], (), [OVER]))
+    await commit_one(scene.a, Batch(fence, [KEPT], (), [OVER]))
     return fence
 
 
@@ -170,9 +170,9 @@ async def test_of_a_write_and_a_claim_at_the_same_moment_nothing_comes_after_the
         await write
         assert await contents(scene.b) == at_once
         fence = row.fence
-        await done(scene.b, Batch(fence, [KEPT], [make_timer("new").key], [OVER]))
+        await commit_one(scene.b, Batch(fence, [KEPT], [make_timer("new").key], [OVER]))
         await scene.b.purge_reached([fence], 1 << 50, 100)
-        await done(scene.b, Batch(fence, reached=[OVER]))
+        await commit_one(scene.b, Batch(fence, reached=[OVER]))
 
 
 async def test_a_fence_that_is_no_condition_lets_the_zombie_write_and_is_noticed(scene: Scene) -> None:
@@ -235,7 +235,7 @@ async def test_a_timer_that_moves_away_and_comes_back_is_there_once(scene: Scene
         assert await all_timers(scene.a) == [timer]
         [found] = await scene.a.get_many([(0, timer.key)])
         assert found.timer == timer
-    await done(scene.a, Batch(fence, (), [make_timer("one").key]))
+    await commit_one(scene.a, Batch(fence, (), [make_timer("one").key]))
     await put(scene.a, fence, make_timer("one", 5))
     assert await all_timers(scene.a) == [make_timer("one", 5)]
 
@@ -245,9 +245,9 @@ async def test_thousands_of_ends_of_one_timer_hide_no_other(scene: Scene) -> Non
     ids = [f"n-{number}" for number in range(12)]
     for name in (ids[3], ids[7]):
         ends = [make_reached(make_timer(name, generation=number), reached_at_ms=number) for number in range(1, 501)]
-        await done(scene.a, Batch(fence, reached=ends))
+        await commit_one(scene.a, Batch(fence, reached=ends))
     for name in ids:
-        await done(scene.a, Batch(fence, reached=[make_reached(make_timer(name, generation=900))]))
+        await commit_one(scene.a, Batch(fence, reached=[make_reached(make_timer(name, generation=900))]))
     found = await scene.a.get_many([(0, make_timer(name).key) for name in ids])
     assert [item.reached and item.reached.timer.generation for item in found] == [900] * len(ids)
 
@@ -262,11 +262,11 @@ async def test_lists_begin_where_something_stands_and_miss_nothing_that_comes_be
     fence = await take(scene.a, 0)
     everything = ListQuery(namespace="test", num_shards=4)
     await put(scene.a, fence, *(make_timer(f"n-{number}", 100 + number) for number in range(10)))
-    await done(scene.a, Batch(fence, (), [make_timer(f"n-{number}").key for number in range(5)]))
+    await commit_one(scene.a, Batch(fence, (), [make_timer(f"n-{number}").key for number in range(5)]))
     assert await floors(scene) == (None, None)
-    await done(scene.a, Batch(fence, low_water=Position(104, 0, 0)))
+    await commit_one(scene.a, Batch(fence, low_water=Position(104, 0, 0)))
     assert await floors(scene) == (104, None)
-    await done(scene.a, Batch(fence, low_water=Position(200, 0, 0)))
+    await commit_one(scene.a, Batch(fence, low_water=Position(200, 0, 0)))
     assert await floors(scene) == (105, None), "the low water is the engine's word, the floor what was found"
     early = make_timer("early", 3)
     await put(scene.a, fence, early)
@@ -274,13 +274,13 @@ async def test_lists_begin_where_something_stands_and_miss_nothing_that_comes_be
     assert early in (await listed(scene.b, everything))[0]
 
     ends = [make_reached(make_timer(f"n-{number}"), purge_at_ms=number) for number in range(10)]
-    await done(scene.a, Batch(fence, reached=ends))
+    await commit_one(scene.a, Batch(fence, reached=ends))
     assert await scene.a.purge_reached([fence], 8, 5) == [5]
     assert await floors(scene) == (3, 4)
     assert await scene.a.purge_reached([fence], 8, 5) == [3]
     assert await floors(scene) == (3, 8)
     late = make_reached(make_timer("late"), purge_at_ms=2)
-    await done(scene.a, Batch(fence, reached=[late]))
+    await commit_one(scene.a, Batch(fence, reached=[late]))
     assert await floors(scene) == (3, 2)
     assert await all_reached(scene.b) == [late, *ends[8:]]
     assert await scene.a.purge_reached([fence], 8, 5) == [1]
@@ -317,10 +317,10 @@ async def test_timers_behind_more_deleted_ones_than_a_read_may_meet_are_found(
     assert page == Page([behind], behind.position)
     assert pages < 10
     assert (await listed(scene.b, ListQuery(namespace="test", num_shards=4)))[0] == [before, behind, last]
-    await done(scene.a, Batch(fence, (), [before.key]))
+    await commit_one(scene.a, Batch(fence, (), [before.key]))
     monkeypatch.setattr(cassandra_writes, "FLOOR_PAUSE_SECONDS", 0)
     for _ in range(10):  # each looks a bit further
-        await done(scene.a, Batch(fence, low_water=Position(70_000, 0, 0)))
+        await commit_one(scene.a, Batch(fence, low_water=Position(70_000, 0, 0)))
     assert await floors(scene) == (60_000, None), "from now on nobody has to pass over them"
 
 
