@@ -204,7 +204,7 @@ class _Cassandra:
         from duetime.stores.cassandra import connection as cassandra_connection
 
         address = cassandra_address.address_of(url)
-        return cls(await cassandra_connection.connect(address, briefly=True), address.keyspace)
+        return cls(await cassandra_connection.connect(address, without_metadata=True), address.keyspace)
 
     async def close(self) -> None:
         await self._link.close()
