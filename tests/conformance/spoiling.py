@@ -162,10 +162,11 @@ class _Mongo:
 
     @classmethod
     async def connected(cls, url: str) -> _Mongo:
-        from duetime.stores.mongodb import connection as mongodb_connection
+        from duetime.stores.mongodb.address import address_of
+        from duetime.stores.mongodb.connection import connect
 
-        address = mongodb_connection.address_of(url)
-        return cls(mongodb_connection.connect(address, 1), address.database)
+        address = address_of(url)
+        return cls(connect(address, 1), address.database)
 
     async def close(self) -> None:
         await self._client.close()
