@@ -257,7 +257,7 @@ def play(seeds: int) -> str:
     """Play the first seeds of the simulator. Empty if all went well, else what did not."""
     if not seeds:
         return ""
-    from duetime.testing.simulation.world import simulate  # not before: the mutant may be part of it
+    from duetime.testing.simulation.cluster import simulate  # not before: the mutant may be part of it
 
     logging.disable(logging.CRITICAL)
     for seed in range(seeds):

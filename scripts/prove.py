@@ -23,8 +23,8 @@ import msgspec
 from msgspec import Struct
 
 from duetime.testing.mutants import MUTANTS
-from duetime.testing.reached import MODULES, Place, Statement, statements_of
 from duetime.testing.simulate import caught_by, report, run_seeds
+from duetime.testing.statement_coverage import MODULES, Place, Statement, statements_of
 
 __all__ = ["CASES", "Case", "Unreached", "not_reached", "read_catalogue", "read_unreached"]
 
@@ -66,7 +66,7 @@ def prove_seeds(count: int) -> tuple[bool, set[Place]]:
     started = time.monotonic()
     totals = run_seeds(0, count, progress=sys.stderr.isatty())
     report(totals, time.monotonic() - started)
-    return not totals.failed, totals.reached
+    return not totals.failed, totals.executed
 
 
 def prove_mutants() -> bool:
@@ -134,7 +134,7 @@ def prove_statements(reached: set[Place]) -> bool:
 def write_unreached(count: int) -> None:
     """Rewrites the list: the statements that this many seeds do not reach."""
     known = {(e.module, e.function, text): e.reason for e in read_unreached() for text in e.statements}
-    reached = run_seeds(0, count).reached
+    reached = run_seeds(0, count).executed
     found: dict[tuple[str, str, str], list[str]] = {}
     for statement in (statement for module in MODULES for statement in statements_of(module)):
         if statement.place not in reached:

@@ -20,8 +20,8 @@ from typing import Any, Self
 
 __all__ = [
     "Act",
-    "Authenticator",
     "DynamoWay",
+    "Gate",
     "Request",
     "cancelled",
     "cut",
@@ -124,7 +124,7 @@ async def silence(request: Request, forward: Forward) -> bytes | None:
     return None
 
 
-class Authenticator:
+class Gate:
     """Holds a request, before it is passed on or after it was done, until it is opened."""
 
     def __init__(self, *, after: bool = False) -> None:

@@ -162,10 +162,11 @@ class _Mongo:
 
     @classmethod
     async def connected(cls, url: str) -> _Mongo:
-        from duetime.stores.mongodb import connection as mongodb_connection
+        from duetime.stores.mongodb.address import address_of
+        from duetime.stores.mongodb.connection import connect
 
-        address = mongodb_connection.address_of(url)
-        return cls(mongodb_connection.connect(address, 1), address.database)
+        address = address_of(url)
+        return cls(connect(address, 1), address.database)
 
     async def close(self) -> None:
         await self._client.close()
@@ -204,7 +205,7 @@ class _Cassandra:
         from duetime.stores.cassandra import connection as cassandra_connection
 
         address = cassandra_address.address_of(url)
-        return cls(await cassandra_connection.connect(address, briefly=True), address.keyspace)
+        return cls(await cassandra_connection.connect(address, without_metadata=True), address.keyspace)
 
     async def close(self) -> None:
         await self._link.close()
@@ -230,44 +231,45 @@ class _Cassandra:
 
 
 class _Dynamo:
-    def __init__(self, link: Any, line: Any) -> None:
-        self._link = link
-        self._line = line
+    def __init__(self, client: Any, pool: Any) -> None:
+        self._client = client
+        self._pool = pool
 
     @classmethod
     async def connected(cls, url: str) -> _Dynamo:
-        from duetime.stores.dynamodb import connection as dynamodb_connection
+        from duetime.stores.dynamodb.address import address_of
+        from duetime.stores.dynamodb.connection import DynamoClient
 
-        link = dynamodb_connection.Link(dynamodb_connection.address_of(url))
-        return cls(link, await link.line(1, 10, 5))
+        client = DynamoClient(address_of(url))
+        return cls(client, await client.open_pool(1, 10, 5))
 
     async def close(self) -> None:
-        await self._link.close()
+        await self._client.close()
 
     async def timer(self, shard_id: int, timer: Timer) -> None:
         from duetime.stores.dynamodb import rows as items
 
         key = items.row_key(shard_id, items.timer_key(timer.key))
-        await self._change(self._link.address.timers, key, "REMOVE timer_row", {})
+        await self._change(self._client.address.timers, key, "REMOVE timer_row", {})
 
     async def reached(self, shard_id: int, reached: Reached) -> None:
         from duetime.stores.dynamodb import rows as items
 
         key = items.row_key(shard_id, items.reached_key(reached))
-        await self._change(self._link.address.timers, key, "SET timer_row = :row", {":row": {"S": NO_JSON}})
+        await self._change(self._client.address.timers, key, "SET timer_row = :row", {":row": {"S": NO_JSON}})
 
     async def namespace(self, name: str) -> None:
         from duetime.stores.dynamodb import rows as items
 
         key = items.cluster_key(items.NAMESPACE, name)
         values = {":body": {"S": WRONG_NAMESPACE}}
-        await self._change(self._link.address.cluster, key, "SET namespace_body = :body", values)
+        await self._change(self._client.address.cluster, key, "SET namespace_body = :body", values)
 
     async def _change(self, table: str, key: Values, change: str, values: Values) -> None:
         more = {"ExpressionAttributeValues": values} if values else {}
         [name] = [part for part in key if part != "shard_id" and part != "item_kind"]
         is_there = f"attribute_exists({name})"
-        await self._line.write(
+        await self._pool.write(
             "update_item", TableName=table, Key=key, UpdateExpression=change, ConditionExpression=is_there, **more
         )
 

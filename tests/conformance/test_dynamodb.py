@@ -1,4 +1,4 @@
-"""The conformance suite on Ministack, an imitation of DynamoDB. On the real one, or on Amazon's own local one, by URL:
+"""The conformance suite on Ministack, an emulator of DynamoDB. On the real service, or on DynamoDB local, by URL:
 
 DUETIME_TEST_STORE=dynamodb://eu-central-1/duetime-test pytest --pyargs duetime.testing.conformance
 """

@@ -1,8 +1,8 @@
-"""DynamoDB, by hand: a fenced write and a claim in every order in which they can arrive and be answered.
+"""DynamoDB: a fenced write and a claim, in every order in which they can arrive and be answered.
 
-The service does one thing after the other, or refuses one of two that meet; its imitation only does one after the
-other. So requests are held on their way, before and behind the service, and the refusal of two that meet is played. A
-fence that looks at nothing is caught.
+The service runs one request after the other, or rejects one of two that conflict; the emulator only runs one after the
+other. So the tests delay requests and answers on the network, and simulate the rejection of a conflict. The last test
+shows that the others notice a fence without a condition.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from duetime.store import Batch, Claim, Fence, ShardRow, Store, open_store
 from duetime.stores.dynamodb import writes as dynamodb_writes
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, take
-from dynamodb_way import Authenticator, DynamoWay, cancelled, refused
+from dynamodb_way import DynamoWay, Gate, cancelled, refused
 from servers import at_port, fresh_database, port_of, require
 
 KEPT = make_timer("kept", 5)
@@ -42,15 +42,15 @@ OPERATION = dict.fromkeys(WRITES, "TransactWriteItems") | {"release": "UpdateIte
 
 
 class Scene:
-    """A, the old owner, and B, the new one, each with a way of its own, and a store to look with."""
+    """Stores of A, the old owner, and B, the new one, each with its own proxy, and a store that reads the result."""
 
     def __init__(self, stores: Sequence[Store], ways: Sequence[DynamoWay]) -> None:
-        self.a, self.b, self.looking = stores
+        self.a, self.b, self.observer = stores
         self.way_of_a, self.way_of_b = ways
 
     async def filled(self) -> Fence:
-        fence = await take(self.looking, 0)
-        await self.looking.commit([Batch(fence, [KEPT], (), [OVER])])
+        fence = await take(self.observer, 0)
+        await self.observer.commit([Batch(fence, [KEPT], (), [OVER])])
         return fence
 
     async def claim(self, fence: Fence) -> ShardRow:
@@ -59,10 +59,10 @@ class Scene:
         return row
 
     async def rows(self) -> object:
-        return await all_timers(self.looking), await all_reached(self.looking)
+        return await all_timers(self.observer), await all_reached(self.observer)
 
     async def shard(self) -> ShardRow:
-        return (await self.looking.shards())[0]
+        return (await self.observer.shards())[0]
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def was_refused(answer: Sequence[object]) -> bool:
 @pytest.mark.parametrize("name", WRITES)
 async def test_a_write_that_arrives_after_the_claim_leaves_nothing(scene: Scene, name: str) -> None:
     fence = await scene.filled()
-    before, gate = await scene.rows(), Authenticator()
+    before, gate = await scene.rows(), Gate()
     scene.way_of_a.next(OPERATION[name], gate)
     write = asyncio.ensure_future(WRITES[name](scene.a, fence))
     await gate.reached.wait()
@@ -100,7 +100,7 @@ async def test_a_write_that_arrives_after_the_claim_leaves_nothing(scene: Scene,
 @pytest.mark.parametrize("name", [name for name in WRITES if name != "release"])
 async def test_a_claim_after_the_write_sees_all_of_it_whenever_the_answer_comes(scene: Scene, name: str) -> None:
     fence = await scene.filled()
-    before, gate = await scene.rows(), Authenticator(after=True)
+    before, gate = await scene.rows(), Gate(after=True)
     scene.way_of_a.next(OPERATION[name], gate)
     write = asyncio.ensure_future(WRITES[name](scene.a, fence))
     await gate.reached.wait()
@@ -112,10 +112,10 @@ async def test_a_claim_after_the_write_sees_all_of_it_whenever_the_answer_comes(
 
 
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_met_the_claim_and_was_put_off_is_refused_the_second_time(scene: Scene, name: str) -> None:
-    """The service cancels what meets another's transaction; the store tries again, and must not find a way in."""
+async def test_a_write_that_is_retried_after_a_conflict_with_the_claim_is_refused(scene: Scene, name: str) -> None:
+    """The service cancels a transaction that conflicts with another one; the store retries it, and must be refused."""
     fence = await scene.filled()
-    before, gate = await scene.rows(), Authenticator()
+    before, gate = await scene.rows(), Gate()
     conflict = cancelled("TransactionConflict") if name != "release" else refused("TransactionConflictException")
     scene.way_of_a.next(OPERATION[name], conflict)
     scene.way_of_a.next(OPERATION[name], gate)
@@ -129,9 +129,9 @@ async def test_a_write_that_met_the_claim_and_was_put_off_is_refused_the_second_
 
 
 @pytest.mark.parametrize("name", [name for name in WRITES if name != "release"])
-async def test_a_claim_that_met_the_write_and_was_put_off_comes_after_it(scene: Scene, name: str) -> None:
+async def test_a_claim_that_is_retried_after_a_conflict_with_the_write_comes_after_it(scene: Scene, name: str) -> None:
     fence = await scene.filled()
-    gate = Authenticator()
+    gate = Gate()
     scene.way_of_b.next("UpdateItem", refused("TransactionConflictException"))
     scene.way_of_b.next("UpdateItem", gate)
     claim = asyncio.ensure_future(scene.claim(fence))
@@ -146,9 +146,9 @@ async def test_a_claim_that_met_the_write_and_was_put_off_comes_after_it(scene: 
     assert await scene.shard() == taken
 
 
-async def test_of_two_claims_on_their_way_one_wins(scene: Scene) -> None:
+async def test_of_two_concurrent_claims_one_succeeds(scene: Scene) -> None:
     fence = await scene.filled()
-    gate = Authenticator()
+    gate = Gate()
     scene.way_of_a.next("UpdateItem", gate)
     late = asyncio.ensure_future(scene.a.claim([Claim(0, fence.version, 9, "a", "host:1", 1)]))
     await gate.reached.wait()
@@ -157,26 +157,26 @@ async def test_of_two_claims_on_their_way_one_wins(scene: Scene) -> None:
     assert await late == [taken]
 
 
-async def test_replaced_is_judged_at_the_moment_of_the_write(scene: Scene) -> None:
-    """The timer is deleted and made again while the writes are on their way: each answer says what it met."""
+async def test_replaced_is_decided_when_the_write_is_applied(scene: Scene) -> None:
+    """One timer is created and another deleted while the write is delayed: the answer says what it replaced."""
     fence = await scene.filled()
-    gate = Authenticator()
+    gate = Gate()
     scene.way_of_a.next("TransactWriteItems", gate)
     write = asyncio.ensure_future(scene.a.commit([Batch(fence, [make_timer("new", 9), make_timer("kept", 9)])]))
     await gate.reached.wait()
-    await scene.looking.commit([Batch(fence, [make_timer("new", 1)], [KEPT.key])])
+    await scene.observer.commit([Batch(fence, [make_timer("new", 1)], [KEPT.key])])
     gate.opened.set()
     [result] = await write
     assert getattr(result, "replaced", None) == {0}
 
 
 @pytest.mark.parametrize("name", [name for name in WRITES if name != "low water"])
-async def test_a_fence_that_looks_at_nothing_lets_the_zombie_write_and_is_noticed(
+async def test_without_the_condition_of_the_fence_the_old_owner_could_write(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tests above can fail: with a condition that always holds the same write goes through after the claim."""
+    """The tests above can fail: with a condition that is always met, the same write is applied after the claim."""
     fence = await scene.filled()
     before = await scene.rows(), await scene.claim(fence)
-    monkeypatch.setattr(dynamodb_writes, "_HOLDS", ":version = :version AND :nonce = :nonce")
+    monkeypatch.setattr(dynamodb_writes, "_FENCE_IS_VALID", ":version = :version AND :nonce = :nonce")
     assert not was_refused(await WRITES[name](scene.a, fence))
     assert (await scene.rows(), await scene.shard()) != before

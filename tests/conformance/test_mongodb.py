@@ -13,10 +13,10 @@ class TestMongoDb(OnServer):
 
 
 class TestMongoDbInSeveralCommands(OnServer):
-    """As large commits are made: look first, then insert."""
+    """All commits are written like large ones: read which documents exist, then insert."""
 
     SERVER = "mongodb"
 
     @pytest.fixture(autouse=True)
-    def _none_are_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mongodb_statements, "FEW", -1)
+    def _always_large_commits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(mongodb_statements, "SMALL_COMMIT_MAX", -1)

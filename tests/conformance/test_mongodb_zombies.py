@@ -1,8 +1,9 @@
-"""MongoDB, by hand: a fenced write and a claim in every order of their steps, in real sessions and transactions.
+"""MongoDB: a fenced write and a claim in every order of their steps, in real sessions and transactions.
 
-The conformance suite races them; here each does what it is told to, and a fence that only reads is caught. MongoDB
-makes a transaction fail at once where another one has written and not ended yet, and a lone write wait for it. And a
-transaction outlives its connection: that of an owner who died has to be ended by the next one.
+The conformance suite runs them at random; here each step is controlled by the test, and one test shows that a fence
+that only reads is noticed. In MongoDB a transaction fails at once if another one has written the same document and not
+ended yet; a write outside a transaction waits. A transaction also continues after its connection is closed: the next
+owner has to end the transaction of an owner that crashed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from duetime.errors import OutcomeUnknown, ShardLost, StoreUnavailable
 from duetime.store import Batch, Claim, Committed, Fence
 from duetime.stores.mongodb import connection as mongodb_connection
 from duetime.stores.mongodb import statements as mongodb_statements
-from duetime.stores.mongodb.connection import Talk, begin
+from duetime.stores.mongodb.connection import Session, begin
 from duetime.stores.mongodb.store import MongoStore, wipe
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, take
@@ -51,8 +52,8 @@ class Scene:
 
     def __init__(self, old: MongoStore, new: MongoStore) -> None:
         self.store, self.new_store = old, new
-        self.a: Talk = old._open.commits._talks[0]
-        self.b: Talk = new._open.commits._talks[0]
+        self.a: Session = old._open.commits._sessions[0]
+        self.b: Session = new._open.commits._sessions[0]
 
     async def contents(self) -> tuple[object, ...]:
         """But for the shards, which a claim changes."""
@@ -70,15 +71,17 @@ class Scene:
         """A's write in its open transaction, not committed."""
         return await WRITES[name](lambda work: work(self.a), fence)
 
-    async def honestly(self, name: str, fence: Fence) -> Sequence[Any]:
+    async def run_write(self, name: str, fence: Fence) -> Sequence[Any]:
         """A's write as the store does it: a transaction that is run again when it conflicts."""
         return await WRITES[name](self.store._open.commits.transaction, fence)
 
-    async def claim_alone(self, fence: Fence, talk: Talk | None = None) -> Fence:
+    async def claim_without_ending_sessions(self, fence: Fence, session: Session | None = None) -> Fence:
         """B's claim, without ending A's sessions first."""
         claim = Claim(0, fence.version, -7, "b", "host:2", 1)
-        talk = talk or self.new_store._open.changes._talks[0]
-        done = await talk.timers.bulk_write([mongodb_statements.claim_update(claim, [])], session=talk.session)
+        session = session or self.new_store._open.changes._sessions[0]
+        done = await session.timers.bulk_write(
+            [mongodb_statements.claim_update(claim, [])], session=session.driver_session
+        )
         assert done.modified_count == 1
         return Fence(0, fence.version + 1, -7)
 
@@ -93,7 +96,7 @@ async def scene(
     shared_url: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Scene]:
     if request.param == "in several commands":
-        monkeypatch.setattr(mongodb_statements, "FEW", -1)
+        monkeypatch.setattr(mongodb_statements, "SMALL_COMMIT_MAX", -1)
     await MongoStore.from_url(shared_url).migrate()
     await wipe(shared_url)
     stores = [MongoStore.from_url(shared_url) for _ in range(2)]
@@ -110,7 +113,7 @@ def was_refused(answer: Sequence[Any]) -> bool:
 
 
 async def still_waits(task: asyncio.Future[Any], scene: Scene) -> None:
-    """Until the server itself reports that the claim has met a conflict again and again, and goes on trying."""
+    """Wait until the server reports that the claim has met several conflicts and keeps trying."""
     admin = scene.a.db.client.admin
     for _ in range(1_000):
         ops = (await admin.command({"currentOp": 1, "op": "update", "active": True}))["inprog"]
@@ -123,51 +126,51 @@ async def still_waits(task: asyncio.Future[Any], scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_meets_a_claim_under_way_conflicts_and_leaves_nothing(scene: Scene, name: str) -> None:
+async def test_a_write_concurrent_with_an_open_claim_conflicts_and_leaves_nothing(scene: Scene, name: str) -> None:
     fence = await scene.filled()
     before = await scene.contents()
     await begin(scene.b)
-    await scene.claim_alone(fence, scene.b)
+    await scene.claim_without_ending_sessions(fence, scene.b)
     await begin(scene.a)
     with pytest.raises(OperationFailure) as met:
         await scene.step(name, fence)
     assert met.value.code == WRITE_CONFLICT
     assert met.value.has_error_label("TransientTransactionError")
-    await scene.a.session.abort_transaction()
-    write = asyncio.ensure_future(scene.honestly(name, fence))
-    await scene.b.session.commit_transaction()
-    assert was_refused(await write), "run again until the claim was decided"
+    await scene.a.driver_session.abort_transaction()
+    write = asyncio.ensure_future(scene.run_write(name, fence))
+    await scene.b.driver_session.commit_transaction()
+    assert was_refused(await write), "run again until the claim was committed"
     assert await scene.contents() == before
     assert (await scene.row()).fence == Fence(0, fence.version + 1, -7)
 
 
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_meets_a_claim_which_is_given_up_goes_on(scene: Scene, name: str) -> None:
+async def test_a_write_concurrent_with_an_aborted_claim_succeeds(scene: Scene, name: str) -> None:
     fence = await scene.filled()
     before = await scene.contents(), await scene.row()
     await begin(scene.b)
-    await scene.claim_alone(fence, scene.b)
-    write = asyncio.ensure_future(scene.honestly(name, fence))
+    await scene.claim_without_ending_sessions(fence, scene.b)
+    write = asyncio.ensure_future(scene.run_write(name, fence))
     await asyncio.sleep(0)
-    await scene.b.session.abort_transaction()
+    await scene.b.driver_session.abort_transaction()
     assert not was_refused(await write)
     assert (await scene.contents(), await scene.row()) != before
 
 
 @pytest.mark.parametrize("name", WRITES)
 async def test_a_write_whose_snapshot_is_older_than_the_claim_conflicts(scene: Scene, name: str) -> None:
-    """It would still read its own fence; it cannot write it."""
+    """It still reads its own fence in its snapshot, but cannot write it."""
     fence = await scene.filled()
     await begin(scene.a)
     [seen] = await mongodb_statements._shards_of(scene.a, [fence])  # the snapshot is taken here
-    await scene.claim_alone(fence)
+    await scene.claim_without_ending_sessions(fence)
     before = await scene.contents()
     [seen_again] = await mongodb_statements._shards_of(scene.a, [fence])
     assert seen_again == seen
     with pytest.raises(OperationFailure) as met:
         await scene.step(name, fence)
     assert met.value.code == WRITE_CONFLICT
-    await scene.a.session.abort_transaction()
+    await scene.a.driver_session.abort_transaction()
     assert await scene.contents() == before
 
 
@@ -177,18 +180,18 @@ async def test_a_claim_waits_for_a_write_that_has_its_fence_and_sees_all_of_it(s
     before = await scene.contents()
     await begin(scene.a)
     assert not was_refused(await scene.step(name, fence))
-    claim = asyncio.ensure_future(scene.claim_alone(fence))
+    claim = asyncio.ensure_future(scene.claim_without_ending_sessions(fence))
     await still_waits(claim, scene)
     assert await scene.contents() == before, "not committed yet"
-    await scene.a.session.commit_transaction()
+    await scene.a.driver_session.commit_transaction()
     taken = await claim
     assert (await scene.row()).fence == taken
     assert await scene.contents() != before, "the claim changes the owner and nothing else"
 
 
 @pytest.mark.parametrize("name", WRITES)
-async def test_the_next_owner_ends_a_write_that_stands_still_and_nothing_of_it_is_left(scene: Scene, name: str) -> None:
-    """Frozen, or dead: without that its transaction would hold the shard for a minute."""
+async def test_the_next_owner_ends_an_open_write_and_nothing_of_it_is_left(scene: Scene, name: str) -> None:
+    """The old owner is frozen or has crashed: otherwise its transaction would lock the shard for a minute."""
     fence = await scene.filled()
     before = await scene.contents()
     await begin(scene.a)
@@ -196,12 +199,12 @@ async def test_the_next_owner_ends_a_write_that_stands_still_and_nothing_of_it_i
     claim = Claim(0, fence.version, -7, "b", "host:2", 1)
     [row] = await asyncio.wait_for(scene.new_store.claim([claim]), 5)
     assert (row.version, row.nonce) == (fence.version + 1, -7)
-    with pytest.raises(OperationFailure) as met:  # thawed, it goes on where it was
-        await scene.a.session.commit_transaction()
+    with pytest.raises(OperationFailure) as met:  # the old owner resumes and tries to commit
+        await scene.a.driver_session.commit_transaction()
     assert met.value.code == NO_SUCH_TRANSACTION
     assert met.value.has_error_label("TransientTransactionError"), "certain: not committed"
     assert await scene.contents() == before
-    assert was_refused(await scene.honestly(name, fence))
+    assert was_refused(await scene.run_write(name, fence))
     assert await scene.contents() == before
     assert not was_refused(await WRITES[name](scene.new_store._open.commits.transaction, row.fence))
 
@@ -209,68 +212,68 @@ async def test_the_next_owner_ends_a_write_that_stands_still_and_nothing_of_it_i
 @pytest.mark.parametrize("name", WRITES)
 async def test_a_write_after_the_claim_leaves_nothing(scene: Scene, name: str) -> None:
     fence = await scene.filled()
-    taken = await scene.claim_alone(fence)
+    taken = await scene.claim_without_ending_sessions(fence)
     before = await scene.contents()
-    assert was_refused(await scene.honestly(name, fence))
+    assert was_refused(await scene.run_write(name, fence))
     assert await scene.contents() == before
-    assert not was_refused(await scene.honestly(name, taken))
+    assert not was_refused(await scene.run_write(name, taken))
 
 
 @pytest.mark.parametrize("name", ["put", "everything", "purge"])
 async def test_a_fence_that_only_reads_lets_the_zombie_write_and_is_noticed(
     scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tests above can fail: a transaction that looks at its fence and does not change it never conflicts."""
+    """The tests above can fail: a transaction that reads its fence and does not change it never conflicts."""
 
-    async def only_look(talk: Talk, fences: Sequence[Fence], *_: object) -> set[int]:
-        rows = await mongodb_statements._shards_of(talk, fences)
+    async def only_read(session: Session, fences: Sequence[Fence], *_: object) -> set[int]:
+        rows = await mongodb_statements._shards_of(session, fences)
         return {row["shard_id"] for row, fence in zip(rows, fences, strict=True) if row["shard_nonce"] == fence.nonce}
 
-    monkeypatch.setattr(mongodb_statements, "hold", only_look)
-    monkeypatch.setattr(mongodb_statements, "FEW", -1)
+    monkeypatch.setattr(mongodb_statements, "check_fences", only_read)
+    monkeypatch.setattr(mongodb_statements, "SMALL_COMMIT_MAX", -1)
     fence = await scene.filled()
     before = await scene.contents()
     await begin(scene.a)
     assert not was_refused(await scene.step(name, fence))
-    await asyncio.wait_for(scene.claim_alone(fence), 5)  # it does not wait at all
+    await asyncio.wait_for(scene.claim_without_ending_sessions(fence), 5)  # it does not wait at all
     assert (await scene.row()).nonce == -7
     assert await scene.contents() == before
-    await scene.a.session.commit_transaction()
-    assert await scene.contents() != before, "the zombie's write, after the claim was acknowledged"
+    await scene.a.driver_session.commit_transaction()
+    assert await scene.contents() != before, "the write of the old owner, after the claim was acknowledged"
 
 
-@pytest.mark.parametrize("act", ["commit", "purge", "release"])
-async def test_one_lost_shard_among_many_that_conflicted_does_not_hurt_the_others(scene: Scene, act: str) -> None:
+@pytest.mark.parametrize("action", ["commit", "purge", "release"])
+async def test_one_lost_shard_in_a_conflict_does_not_affect_the_others(scene: Scene, action: str) -> None:
     fences = [await take(scene.store, shard_id) for shard_id in range(4)]
     await begin(scene.b)
-    await scene.claim_alone(fences[0], scene.b)
+    await scene.claim_without_ending_sessions(fences[0], scene.b)
     run = scene.store._open.commits.transaction
-    acts: dict[str, Callable[[], Awaitable[Sequence[Any]]]] = {
+    actions: dict[str, Callable[[], Awaitable[Sequence[Any]]]] = {
         "commit": lambda: mongodb_statements.commit(
             run, [Batch(fence, [make_timer()], low_water=Position(4, 5, 6)) for fence in fences]
         ),
         "purge": lambda: mongodb_statements.purge_reached(run, fences, 10, 10),
         "release": lambda: mongodb_statements.release(run, fences),
     }
-    task = asyncio.ensure_future(acts[act]())
+    task = asyncio.ensure_future(actions[action]())
     await asyncio.sleep(0.05)
     assert not task.done()
-    await scene.b.session.commit_transaction()
+    await scene.b.driver_session.commit_transaction()
     assert [isinstance(result, ShardLost) for result in await task] == [True, False, False, False]
     rows = await scene.store.shards()
-    if act == "commit":
+    if action == "commit":
         assert [row.low_water == Position(4, 5, 6) for row in rows] == [False, True, True, True]
-    if act == "release":
+    if action == "release":
         assert [row.owner_id for row in rows] == ["b", None, None, None]
 
 
-async def test_an_owner_whose_sessions_are_ended_by_a_claim_of_another_shard_just_goes_on(scene: Scene) -> None:
+async def test_an_owner_whose_sessions_are_ended_by_a_claim_of_another_shard_continues(scene: Scene) -> None:
     fences = [await take(scene.store, shard_id) for shard_id in range(2)]
     writes = [asyncio.ensure_future(scene.store.commit([Batch(fences[0], [make_timer(f"n-{n}")])])) for n in range(40)]
     nonce = -1
     while not all(write.done() for write in writes):
         version = (await scene.new_store.shards())[1].version
-        # As the engine would never do it: taken from the living, and given back to it.
+        # The engine would not do this: claim a shard of a live owner, and give it back.
         await scene.new_store.claim([Claim(1, version, nonce, "b", "host:2", 1)])
         await scene.store.claim([Claim(1, version + 1, nonce, "a", "host:1", 1)])
         nonce -= 1
@@ -278,21 +281,21 @@ async def test_an_owner_whose_sessions_are_ended_by_a_claim_of_another_shard_jus
     assert len(await all_timers(scene.store)) == 40
 
 
-async def test_a_transaction_that_another_one_keeps_out_gives_up_at_its_deadline(
+async def test_a_transaction_that_conflicts_until_its_deadline_is_not_applied(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fence = await scene.filled()
     monkeypatch.setattr(scene.store._open.commits, "_deadline_seconds", 0.3)
     await begin(scene.b)
-    await scene.claim_alone(fence, scene.b)
+    await scene.claim_without_ending_sessions(fence, scene.b)
     with pytest.raises(StoreUnavailable):
-        await scene.honestly("put", fence)
-    await scene.b.session.abort_transaction()
-    assert not was_refused(await scene.honestly("put", fence))
+        await scene.run_write("put", fence)
+    await scene.b.driver_session.abort_transaction()
+    assert not was_refused(await scene.run_write("put", fence))
 
 
-async def test_a_commit_longer_than_a_command_may_be_is_one_transaction_still(scene: Scene) -> None:
-    """30 MiB, of 16 that a command may have: put, replaced, and ended."""
+async def test_a_commit_larger_than_a_command_is_one_transaction(scene: Scene) -> None:
+    """30 MiB, while a command may have 16: timers are put and replaced, and reached rows added."""
     fence = await scene.filled()
     timers = [make_timer(f"long-{n}", payload="é" * 512 * 1024) for n in range(30)]
     ended = [make_reached(make_timer(f"over-{n}", payload="x" * 1024 * 1024)) for n in range(15)]
@@ -304,58 +307,56 @@ async def test_a_commit_longer_than_a_command_may_be_is_one_transaction_still(sc
     assert sum(reached in ended for reached in await all_reached(scene.store)) == 15
 
 
-async def test_what_the_driver_cannot_write_at_all_was_not_applied(scene: Scene) -> None:
+async def test_a_batch_that_the_driver_cannot_encode_was_not_applied(scene: Scene) -> None:
     fence = await scene.filled()
     before = await scene.contents()
     too_long = make_timer("too long", payload="x" * 20 * 1024 * 1024)
     with pytest.raises(StoreUnavailable):
         await scene.store.commit([Batch(fence, [make_timer("new"), too_long])])
     assert await scene.contents() == before
-    assert not was_refused(await scene.honestly("put", fence)), "and the session can be used"
+    assert not was_refused(await scene.run_write("put", fence)), "the session can still be used"
 
 
 @pytest.mark.parametrize("applied", [True, False])
 @pytest.mark.parametrize("last", [ServerSelectionTimeoutError, AutoReconnect])
-async def test_a_commit_that_is_never_answered_is_unknown_whatever_failed_last(
+async def test_a_commit_without_an_answer_has_an_unknown_outcome_whatever_failed_last(
     scene: Scene, applied: bool, last: type[AutoReconnect], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first answer is lost, and then nobody is there to ask: that none could be asked says nothing of the first."""
+    """The first answer is lost, and then no server can be reached: that error does not tell the result of the first."""
     fence = await scene.filled()
-    honest, asked = scene.a.session.commit_transaction, 0
+    right_commit, attempts = scene.a.driver_session.commit_transaction, 0
 
     async def commit_transaction() -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1 and applied:
-            await honest()
-        error = AutoReconnect("lost") if asked == 1 else last("nobody there")
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1 and applied:
+            await right_commit()
+        error = AutoReconnect("lost") if attempts == 1 else last("no server")
         error._add_error_label("UnknownTransactionCommitResult")
         raise error
 
-    monkeypatch.setattr(scene.a.session, "commit_transaction", commit_transaction)
-    monkeypatch.setattr(
-        mongodb_connection, "_now", count(0, 3).__next__
-    )  # of its deadline of seconds, three at each look
+    monkeypatch.setattr(scene.a.driver_session, "commit_transaction", commit_transaction)
+    monkeypatch.setattr(mongodb_connection, "_now", count(0, 3).__next__)  # three seconds pass at each call
     with pytest.raises(OutcomeUnknown):
-        await scene.honestly("put", fence)
-    assert 1 < asked < 10
-    monkeypatch.setattr(scene.a.session, "commit_transaction", honest)
+        await scene.run_write("put", fence)
+    assert 1 < attempts < 10
+    monkeypatch.setattr(scene.a.driver_session, "commit_transaction", right_commit)
     [row] = await scene.store.claim([Claim(0, fence.version, 9, "a", "host:1", 1)])  # as the engine does then
     assert (row.version, row.nonce) == (fence.version + 1, 9)
     assert (make_timer("new") in await all_timers(scene.store)) == applied
 
 
-async def test_commits_claims_purges_and_releases_of_many_shards_never_stop_each_other(scene: Scene) -> None:
+async def test_concurrent_commits_claims_purges_and_releases_of_many_shards_all_succeed(scene: Scene) -> None:
     store, shards = scene.store, range(4)
     fences = [await take(store, shard_id) for shard_id in shards]
 
-    async def commits(turn: int) -> None:
+    async def commits(group: int) -> None:
         for number in range(10):
-            order = fences if (turn + number) % 2 else fences[::-1]
+            order = fences if (group + number) % 2 else fences[::-1]
             low_water = Position(number, 0, 0) if number % 3 == 0 else None
-            writer = store if turn % 2 else scene.new_store  # the fence is what counts, not who holds it
+            writer = store if group % 2 else scene.new_store  # any store may write with a valid fence
             done = await writer.commit(
-                [Batch(f, [make_timer(f"{turn}-{number}")], (), [OVER], low_water) for f in order]
+                [Batch(f, [make_timer(f"{group}-{number}")], (), [OVER], low_water) for f in order]
             )
             assert not any(isinstance(result, ShardLost) for result in done)
 
@@ -368,6 +369,6 @@ async def test_commits_claims_purges_and_releases_of_many_shards_never_stop_each
             order = shards if number % 2 else shards[::-1]
             await store.claim([Claim(shard_id, 99, 1, "x", "y", 1) for shard_id in order])  # never that version
 
-    await asyncio.gather(*(commits(turn) for turn in range(4)), purges(), claims())
+    await asyncio.gather(*(commits(group) for group in range(4)), purges(), claims())
     assert len(await all_timers(store)) == 40
     assert await store.release(fences[::-1]) == [None] * 4

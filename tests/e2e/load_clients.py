@@ -19,7 +19,7 @@ from real_server import until, wall_ms
 
 from duetime.domain.instants import format_instant
 from duetime.http.client import HttpError
-from duetime.testing.checker import Callback, Fault, Kind, Result, Wish, judge, repetitions
+from duetime.testing.checker import Callback, ClientRequest, Fault, Kind, Result, find_violations, repetitions
 
 __all__ = ["Client", "Door", "Load", "Receiver", "new_seed"]
 
@@ -65,7 +65,7 @@ class Client:
         self.number = 0
         self.values = 0
         self.stopping = False
-        self.wishes: list[Wish] = []
+        self.wishes: list[ClientRequest] = []
         self.left: set[str] = set()
         self.refusals: list[tuple[str, str]] = []  # answers that were neither yes nor no: what kind, and why
 
@@ -100,14 +100,14 @@ class Client:
         if path.endswith("create"):
             body["callbackUrl"] = self.receiver.url
         result = await self._ask(path, body)
-        self._keep(Wish(timer, Kind.PUT, asked_at_ms, wall_ms(), result, value, due_ms))
+        self._keep(ClientRequest(timer, Kind.PUT, asked_at_ms, wall_ms(), result, value, due_ms))
 
     async def _delete(self, timer: str) -> None:
         asked_at_ms = wall_ms()
         result = await self._ask("timers/delete", {"timerId": timer})
-        self._keep(Wish(timer, Kind.DELETE, asked_at_ms, wall_ms(), result))
+        self._keep(ClientRequest(timer, Kind.DELETE, asked_at_ms, wall_ms(), result))
 
-    def _keep(self, wish: Wish) -> None:
+    def _keep(self, wish: ClientRequest) -> None:
         self.wishes.append(wish)
         if wish.result is Result.INFO and self.leaves_unknown:
             self.left.add(wish.timer)
@@ -139,7 +139,7 @@ class Load:
         self.clients = [Client(f"c{n}", server, receiver, random.Random(rng.random())) for n in range(clients)]
 
     @property
-    def wishes(self) -> list[Wish]:
+    def wishes(self) -> list[ClientRequest]:
         return [wish for client in self.clients for wish in client.wishes]
 
     @property
@@ -185,7 +185,7 @@ class Load:
         """Nothing lost, nothing early, nothing after an acknowledged delete or replacement; with `faults`, nothing
         repeated without one. If there is, everything that was seen is written to `history`."""
         callbacks = self.receiver.callbacks
-        violations = judge(self.wishes, callbacks, faults=faults)
+        violations = find_violations(self.wishes, callbacks, faults=faults)
         told = ", ".join(f"{count} {result}" for result, count in sorted(self.results.items()))
         print(f"wishes: {told}; {len(callbacks)} callbacks, {len(repetitions(callbacks))} of them repeated", end="; ")
         print("no answer:", dict(Counter(kind for kind, _ in self.refusals)))

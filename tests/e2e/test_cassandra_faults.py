@@ -13,7 +13,7 @@ from scripts.servers import Cassandra
 from duetime.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from duetime.store import Batch, Claim, Committed, Member
 from duetime.stores.cassandra import store as adapter
-from duetime.stores.cassandra.connection import Line, Statement
+from duetime.stores.cassandra.connection import Client, Statement
 from duetime.stores.cassandra.store import CassandraStore
 from duetime.stores.cassandra.writes import Writer
 from duetime.testing import make_timer
@@ -73,11 +73,11 @@ class Link:
             target.close()
 
 
-class Cutting(Line):
-    """A line that does something to the link when a batch was sent, or is about to be."""
+class Cutting(Client):
+    """A client that does something to the link when a batch was sent, or is about to be."""
 
-    def __init__(self, line: Line, act: Callable[[], None], *, once_sent: bool) -> None:
-        super().__init__(line._address, line._link, line._deadline_seconds)
+    def __init__(self, client: Client, act: Callable[[], None], *, once_sent: bool) -> None:
+        super().__init__(client._address, client._connection, client._deadline_seconds)
         self._act, self._once_sent = act, once_sent
 
     async def write_batch(self, statements: Iterable[Statement]) -> bool:
@@ -151,7 +151,7 @@ async def test_a_batch_without_an_answer_is_an_unknown_outcome_which_a_claim_set
 ) -> None:
     fence = await take(far, 0)
     act = link.mute if how == "mute" else link.cut
-    writer = Writer(Cutting(far._open.data, act, once_sent=once_sent), far._open.say)
+    writer = Writer(Cutting(far._open.data, act, once_sent=once_sent), far._open.statements)
     [result] = await writer.commit([Batch(fence, [make_timer()])])
     [row] = await when_back(lambda: far.claim([Claim(0, fence.version, 77, "a", "host:1", 1)]))  # what the engine does
     assert row.nonce == 77
@@ -184,13 +184,13 @@ async def test_a_line_whose_driver_has_lost_all_its_connections_for_good_gets_an
     """As the driver was seen to do in a storm: a pool that is shut down, and nobody who makes another."""
     fence = await take(far, 0)
     data = far._open.data
-    first = data._link
+    first = data._connection
     for pool in list(first.session._pools.values()):
         pool.shutdown()
     [result] = await far.commit([Batch(fence, [make_timer()])])
     assert isinstance(result, StoreUnavailable), "nobody was asked"
     assert (await when_back(far.shards))[0].fence == fence
-    assert data._link is not first
+    assert data._connection is not first
     assert await far.commit([Batch(fence, [make_timer()])]) == [Committed()]
     assert await all_timers(near) == [make_timer()]
 
@@ -213,7 +213,7 @@ async def test_a_heartbeat_does_not_wait_behind_other_work(far: CassandraStore, 
 async def test_a_caller_who_gives_up_leaves_the_commit_to_finish(far: CassandraStore, near: CassandraStore) -> None:
     fence = await take(far, 0)
     sent = asyncio.Event()
-    writer = Writer(Cutting(far._open.data, sent.set, once_sent=True), far._open.say)
+    writer = Writer(Cutting(far._open.data, sent.set, once_sent=True), far._open.statements)
     commit = asyncio.ensure_future(far._open.outliving(writer.commit([Batch(fence, [make_timer()])])))
     await sent.wait()
     commit.cancel()

@@ -87,12 +87,12 @@ async def test_a_migration_that_was_broken_off_is_finished_when_its_lease_has_en
 ) -> None:
     """Some tables are there, the version is not, and the lock is held by somebody who died."""
     monkeypatch.setattr(cassandra_schema, "LEASE_SECONDS", 1)
-    async with cassandra_schema._linked(address_of(url)) as link:
+    async with cassandra_schema._connected(address_of(url)) as connection:
         make = f"CREATE TABLE {keyspace_of(url)}.duetime_schema (name text PRIMARY KEY, number bigint, text text)"
-        await link.execute(make)
+        await connection.execute(make)
         first = cassandra_schema._statements(address_of(url), 1)[0]
-        await link.execute(first)
-        lock = cassandra_schema._lock(address_of(url), link)
+        await connection.execute(first)
+        lock = cassandra_schema._lock(address_of(url), connection)
         await lock.__aenter__()
         store = await ready(url)
         await store.ensure_shards(1)
@@ -130,13 +130,13 @@ async def test_tables_of_another_program_are_left_alone(server: Cassandra, url: 
 
 
 async def test_a_datacenter_that_is_not_there_is_told(server: Cassandra, url: str) -> None:
-    with pytest.raises(SetupError, match="datacenter=nowhere, which is not there; there are datacenter1"):
+    with pytest.raises(SetupError, match="datacenter=nowhere, which does not exist; the cluster has datacenter1"):
         await open_store(f"{beside(url, 'elsewhere')}?datacenter=nowhere&replication=3").migrate()
 
 
 async def test_all_instances_have_to_use_one_consistency(url: str) -> None:
     await (await ready(url)).close()
-    with pytest.raises(SetupError, match="made with consistency=quorum"):
+    with pytest.raises(SetupError, match="created with consistency=quorum"):
         await open_store(f"{url}?consistency=local_quorum&datacenter=datacenter1").open()
 
 
@@ -197,7 +197,7 @@ async def test_a_wrong_password_and_none_at_all_are_told(guarded: Cassandra) -> 
     with pytest.raises(SetupError, match="refuses the user or the password") as wrong:
         await open_store(url_of(guarded, "some", "guest:wrong-word")).migrate()
     assert "wrong-word" not in str(wrong.value)
-    with pytest.raises(SetupError, match="wants a user and a password"):
+    with pytest.raises(SetupError, match="needs a user and a password"):
         await open_store(f"cassandra://127.0.0.1:{guarded.port}/some").migrate()
 
 
@@ -228,7 +228,7 @@ async def test_settings_that_endanger_the_promise_are_said_loudly(
     assert "commitlog_sync is periodic" in caplog.text
     said = await store.diagnose()
     assert any(sentence.startswith("danger: commitlog_sync is periodic on 127.0.0.1") for sentence in said)
-    assert any(sentence.startswith("paxos_variant v2 takes") for sentence in said)
+    assert any(sentence.startswith("paxos_variant v2 handles") for sentence in said)
 
 
 async def test_a_server_with_the_right_certificate_and_name_is_trusted(guarded: Cassandra, certificates: Path) -> None:

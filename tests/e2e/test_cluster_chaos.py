@@ -21,7 +21,7 @@ from real_server import until, wall_ms
 from scripts.servers import Postgres
 from storm import Storm
 
-from duetime.testing.checker import Fault, Result, judge
+from duetime.testing.checker import Fault, Result, find_violations
 from servers import fresh_database, own, postgres
 
 STORM_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.5")) * 60
@@ -127,7 +127,7 @@ async def test_an_instance_that_fires_without_a_lease_is_caught(tmp_path: Path, 
             excused = [Fault("link cut", from_ms, 2**62, broken.who)]
 
             async def is_caught() -> bool:
-                violations = judge(load.wishes, load.receiver.callbacks, faults=excused)
+                violations = find_violations(load.wishes, load.receiver.callbacks, faults=excused)
                 return any(violation.invariant == "E" for violation in violations)
 
             await until(is_caught, "it fires what is another's, and the judge notices", 60)
@@ -145,5 +145,5 @@ async def test_an_instance_that_gives_its_shards_away_without_draining_is_caught
                 await load.acknowledged(300)
                 await cluster.leave(broken)
             await load.acknowledged(100)
-        violations = judge(load.wishes, load.receiver.callbacks, faults=[])
+        violations = find_violations(load.wishes, load.receiver.callbacks, faults=[])
         assert "R" in {violation.invariant for violation in violations}

@@ -19,9 +19,9 @@ from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, contents, take
 from dynamodb_way import (
     Act,
-    Authenticator,
     DynamoWay,
     Forward,
+    Gate,
     Request,
     cancelled,
     cut,
@@ -251,7 +251,7 @@ async def test_an_attempt_that_may_still_be_on_its_way_is_not_followed_by_anothe
 
 async def test_a_shard_that_was_lost_while_the_answer_was_is_lost(far: Store, near: Store, way: DynamoWay) -> None:
     fence = await take(far, 0)
-    gate = Authenticator()
+    gate = Gate()
 
     way.next(TRANSACTION, cut)
     way.next(TRANSACTION, gate)
@@ -347,7 +347,7 @@ async def test_the_members_are_told_while_a_heartbeat_hangs(far: Store, near: St
 
 async def test_a_caller_that_gives_up_leaves_its_commit_to_finish(far: Store, near: Store, way: DynamoWay) -> None:
     fence = await take(far, 0)
-    gate = Authenticator()
+    gate = Gate()
     way.next(TRANSACTION, gate)
     commit = asyncio.create_task(far.commit([Batch(fence, [make_timer()])]))
     await gate.reached.wait()

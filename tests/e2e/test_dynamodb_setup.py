@@ -125,7 +125,7 @@ async def test_an_older_version_is_brought_up(database_url: str, version: int | 
     store = open_store(database_url)
     await store.migrate()
     await set_version(database_url, version)
-    with pytest.raises(SchemaMismatch, match="`duetime serve` makes them"):
+    with pytest.raises(SchemaMismatch, match="`duetime serve` creates them"):
         await store.open()
     await asyncio.gather(*(open_store(database_url).migrate() for _ in range(4)))
     await store.open()
@@ -269,7 +269,7 @@ async def test_a_stand_in_and_replicas_are_said_to_endanger_the_promise(
 
 async def test_a_doctor_also_looks_where_nothing_is_yet(database_url: str) -> None:
     said = await DynamoStore.from_url(database_url).diagnose()
-    assert "not there yet" in said[0]
+    assert "does not exist yet" in said[0]
     assert any("schema version none yet" in sentence for sentence in said)
 
 

@@ -93,7 +93,7 @@ async def test_a_migration_that_was_broken_off_is_finished(url: str, by_hand: An
 
 async def test_a_collection_of_another_program_is_left_alone(url: str, by_hand: Any) -> None:
     by_hand["timers"].insert_one({"_id": "mine"})
-    with pytest.raises(SetupError, match="another program; name a database of its own"):
+    with pytest.raises(SetupError, match="another program; use a database of its own"):
         await open_store(url).migrate()
     assert by_hand["timers"].find_one() == {"_id": "mine"}
 
@@ -118,7 +118,7 @@ async def test_a_server_that_is_no_replica_set_is_refused_and_told_how_to_become
 
 
 async def test_a_replica_set_of_another_name_is_named(server: MongoDb) -> None:
-    with pytest.raises(SetupError, match="is the replica set 'duetime', and not 'other'"):
+    with pytest.raises(SetupError, match="is the replica set 'duetime', not 'other'"):
         await open_store(f"mongodb://127.0.0.1:{server.port}/db?replicaSet=other").open()
 
 
@@ -183,9 +183,9 @@ async def test_the_right_to_read_and_write_in_one_database_is_all_that_is_needed
     stores = [await ready(guest(guarded)) for _ in range(2)]
     await stores[0].ensure_shards(2)
     fence = await take(stores[0], 0)
-    talk = stores[0]._open.commits._talks[0]
-    await begin(talk)
-    await talk.tell({"update": "timers", "updates": [{"q": {"_id": "[0]"}, "u": {"$inc": {"shard_commits": 1}}}]})
+    session = stores[0]._open.commits._sessions[0]
+    await begin(session)
+    await session.command({"update": "timers", "updates": [{"q": {"_id": "[0]"}, "u": {"$inc": {"shard_commits": 1}}}]})
     [row] = await asyncio.wait_for(stores[1].claim([Claim(0, fence.version, -7, "b", "host:2", 1)]), 5)
     assert row.nonce == -7
     [done] = await stores[1].commit([Batch(row.fence, [make_timer()])])
@@ -262,16 +262,16 @@ async def test_a_heartbeat_waits_for_no_other_work(store: MongoStore, url: str) 
     await store.join(Member("a", "host:1", 0, True, 1))
     fence = await take(store, 0)
     other = await ready(url)
-    talk = other._open.commits._talks[0]
-    await begin(talk)
-    await talk.tell({"update": "timers", "updates": [{"q": {"_id": "[0]"}, "u": {"$inc": {"shard_commits": 1}}}]})
+    session = other._open.commits._sessions[0]
+    await begin(session)
+    await session.command({"update": "timers", "updates": [{"q": {"_id": "[0]"}, "u": {"$inc": {"shard_commits": 1}}}]})
     commits = [asyncio.ensure_future(store.commit([Batch(fence, [make_timer(f"n-{n}")])])) for n in range(20)]
     reads = [asyncio.ensure_future(all_timers(store)) for _ in range(200)]
     for counter in range(1, 6):
         await asyncio.wait_for(store.heartbeat("a", counter), 1.5)
         assert [member.counter for member in await asyncio.wait_for(store.members(), 1.5)] == [counter]
     assert not any(commit.done() for commit in commits)
-    await talk.session.abort_transaction()
+    await session.driver_session.abort_transaction()
     await asyncio.gather(*commits, *reads)
     await other.close()
 

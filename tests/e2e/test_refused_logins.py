@@ -54,7 +54,7 @@ async def to_mongodb(url: str) -> None:
 
 async def to_cassandra(url: str) -> None:
     link = await cassandra_connection.connect(
-        cassandra_address.address_of(url), briefly=True, within_seconds=max(WITHIN_SECONDS, 1)
+        cassandra_address.address_of(url), without_metadata=True, within_seconds=max(WITHIN_SECONDS, 1)
     )
     await link.close()
 

@@ -1,213 +1,219 @@
-"""Cases of the failure catalogue (docs/concepts/failures.md) that take a cluster: directed stories in virtual time."""
+"""Cases of the failure catalogue (docs/concepts/failures.md) that need a cluster, as scenarios in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 
-from stage import Line, Stage, staged
+from scripted_cluster import ScriptedCluster, StoreConnection, run_scripted
 
 from duetime.domain.timer import shard_of
 
 LEASE_MS = 3_000
 
 
-def test_case_1_a_frozen_owner_that_thaws_sends_nothing_and_its_successor_everything() -> None:
-    async def story(stage: Stage) -> None:
-        frozen, _ = await stage.enter(2)
-        names = await stage.names_of(frozen, 30)
+def test_case_1_a_resumed_owner_sends_nothing_and_its_successor_sends_everything() -> None:
+    async def scenario(cluster: ScriptedCluster) -> None:
+        frozen, _ = await cluster.launch_many(2)
+        names = await cluster.names_of(frozen, 30)
         for name in names:
-            await stage.put(name, 2_000)
-        stage.stormy = True  # connecting takes its time: the freeze comes between the due time and the first byte
+            await cluster.put(name, 2_000)
+        cluster.faults_on = True  # slow connects: the freeze comes between the due time and the first byte
         await asyncio.sleep(2.5)
-        stage.loop.freeze(frozen.name)
-        sent = len(stage.calls_by(frozen))
+        cluster.loop.freeze(frozen.name)
+        sent = len(cluster.calls_by(frozen))
         assert sent < len(names), "nothing was left to send"
         await asyncio.sleep(8)
-        stage.stormy = False
-        thawed_at_ms = stage.now_ms()
-        stage.loop.thaw(frozen.name)
+        cluster.faults_on = False
+        resumed_at_ms = cluster.now_ms()
+        cluster.loop.resume(frozen.name)
         await asyncio.sleep(20)
-        assert stage.called() == set(names)
-        # Whatever it had queued for those timers was for another to send by then.
-        late = [call for call in stage.calls_by(frozen, since_ms=thawed_at_ms) if call.timer in names]
+        assert cluster.called() == set(names)
+        # Another instance owns those timers by then.
+        late = [call for call in cluster.calls_by(frozen, since_ms=resumed_at_ms) if call.timer in names]
         assert late == []
 
-    staged(story)
+    run_scripted(scenario)
 
 
-def test_case_1_what_a_frozen_owner_settles_after_its_thaw_is_refused() -> None:
-    async def story(stage: Stage) -> None:
-        frozen, _ = await stage.enter(2)
-        [name] = await stage.names_of(frozen, 1)
-        await stage.put(name, 500, "http://slow")
-        await stage.until(lambda: bool(stage.callbacks))
-        stage.loop.freeze(frozen.name)  # with its delivery in flight
-        del stage.instances[frozen.name]  # clients do not ask the frozen one
+def test_case_1_results_that_a_resumed_owner_settles_are_refused() -> None:
+    async def scenario(cluster: ScriptedCluster) -> None:
+        frozen, _ = await cluster.launch_many(2)
+        [name] = await cluster.names_of(frozen, 1)
+        await cluster.put(name, 500, "http://slow")
+        await cluster.until(lambda: bool(cluster.callbacks))
+        cluster.loop.freeze(frozen.name)  # with its delivery in flight
+        del cluster.instances[frozen.name]  # clients do not use the frozen instance
         await asyncio.sleep(8)
-        await stage.put(name, 10_000)
-        stage.loop.thaw(frozen.name)  # and settles what landed meanwhile
+        await cluster.put(name, 10_000)
+        cluster.loop.resume(frozen.name)  # and settles the delivery that ended meanwhile
         await asyncio.sleep(30)
-        assert stage.callbacks[-1].value == stage.wishes[-1].value
+        assert cluster.callbacks[-1].value == cluster.requests[-1].value
 
-    staged(story)
+    run_scripted(scenario)
 
 
-def test_case_5_a_claim_whose_answer_is_lost_is_claimed_once_more_and_owned_once() -> None:
-    async def story(stage: Stage) -> None:
-        dying, heir = await stage.enter(2)
-        names = await stage.names_of(dying, 10)
+def test_case_5_a_claim_with_a_lost_answer_is_repeated_and_the_shard_has_one_owner() -> None:
+    async def scenario(cluster: ScriptedCluster) -> None:
+        crashed, successor = await cluster.launch_many(2)
+        names = await cluster.names_of(crashed, 10)
         for name in names:
-            await stage.put(name, 6_000)
-        before = {row.shard_id: row.version for row in await stage.rows()}
-        Line(heir).lose_answers("claim")
-        stage.crash(dying)
+            await cluster.put(name, 6_000)
+        before = {row.shard_id: row.version for row in await cluster.rows()}
+        StoreConnection(successor).lose_answers("claim")
+        cluster.crash(crashed)
         await asyncio.sleep(15)
-        rows = await stage.rows()
-        assert {row.owner_id for row in rows} == {heir.engine.membership.instance_id}
-        assert {row.fence for row in rows} == {shard.fence for shard in heir.engine.shards.values()}
-        taken = [row for row in rows if row.shard_id in {shard_of(name, stage.num_shards) for name in names}]
-        assert all(row.version == before[row.shard_id] + 2 for row in taken), "the lost claim and the one that counts"
-        assert [call.timer for call in sorted(stage.callbacks, key=lambda call: call.timer)] == sorted(names)
+        rows = await cluster.rows()
+        assert {row.owner_id for row in rows} == {successor.engine.membership.instance_id}
+        assert {row.fence for row in rows} == {shard.fence for shard in successor.engine.shards.values()}
+        taken = [row for row in rows if row.shard_id in {shard_of(name, cluster.num_shards) for name in names}]
+        assert all(row.version == before[row.shard_id] + 2 for row in taken), (
+            "one for the lost claim and one for the repeated claim"
+        )
+        assert [call.timer for call in sorted(cluster.callbacks, key=lambda call: call.timer)] == sorted(names)
 
-    staged(story)
+    run_scripted(scenario)
 
 
-def test_case_9_an_instance_whose_clock_is_off_sheds_its_shards_and_gets_them_back_with_the_right_time() -> None:
-    async def story(stage: Stage) -> None:
-        skewed, other = await stage.enter(2)
-        names = await stage.names_of(skewed, 10)
+def test_case_9_an_instance_with_a_wrong_clock_releases_its_shards_and_gets_them_back_when_the_clock_is_right() -> None:
+    async def scenario(cluster: ScriptedCluster) -> None:
+        skewed, other = await cluster.launch_many(2)
+        names = await cluster.names_of(skewed, 10)
         owned = set(skewed.engine.shards)
         for number, name in enumerate(names):
-            await stage.put(name, 4_000 + number * 100)
+            await cluster.put(name, 4_000 + number * 100)
         skewed.clock.offset_ms = 2_000
         await asyncio.sleep(2)
         assert skewed.engine.shards == {}
         assert abs(skewed.engine.membership.skew_ms - 2_000) < 10
         assert "off the database's" in (skewed.service.readiness() or "")
         await asyncio.sleep(10)
-        assert {call.owner for call in stage.callbacks} == {other.name}
-        assert stage.called() == set(names)
+        assert {call.owner for call in cluster.callbacks} == {other.name}
+        assert cluster.called() == set(names)
         skewed.clock.offset_ms = 0
         await asyncio.sleep(20)
         assert set(skewed.engine.shards) == owned
 
-    staged(story)
+    run_scripted(scenario)
 
 
-def test_case_24_a_line_to_the_database_that_stalls_stops_the_firing_before_anybody_else_begins() -> None:
-    async def story(stage: Stage) -> None:
-        cut_off, other = await stage.enter(2)
-        names = await stage.names_of(cut_off, 80)
+def test_case_24_a_stalled_database_connection_stops_firing_before_another_instance_starts() -> None:
+    async def scenario(cluster: ScriptedCluster) -> None:
+        start_outage, other = await cluster.launch_many(2)
+        names = await cluster.names_of(start_outage, 80)
         for number, name in enumerate(names):
-            await stage.put(name, 2_000 + number * 100)
-        stalled_at_ms = stage.now_ms()
-        back = Line(cut_off).hold()
+            await cluster.put(name, 2_000 + number * 100)
+        stalled_at_ms = cluster.now_ms()
+        back = StoreConnection(start_outage).block()
         await asyncio.sleep(12)
         lease_ended_ms = stalled_at_ms + LEASE_MS
-        before = [call.started_at_ms for call in stage.calls_by(cut_off)]
-        after = [call.started_at_ms for call in stage.calls_by(other)]
+        before = [call.started_at_ms for call in cluster.calls_by(start_outage)]
+        after = [call.started_at_ms for call in cluster.calls_by(other)]
         assert before, "it fires as long as its lease lasts"
         assert max(before) <= lease_ended_ms < min(after)
         back.set()
         await asyncio.sleep(20)
-        assert stage.called() == set(names)
+        assert cluster.called() == set(names)
 
-    staged(story)
+    run_scripted(scenario)
 
 
-def test_case_25_a_store_that_throttles_moves_no_shard() -> None:
-    async def story(stage: Stage) -> None:
-        instances = await stage.enter(3)
-        lines = [Line(instance) for instance in instances]
-        before = [(row.owner_id, row.version, row.nonce) for row in await stage.rows()]
+def test_case_25_throttling_by_the_store_moves_no_shard() -> None:
+    async def scenario(cluster: ScriptedCluster) -> None:
+        instances = await cluster.launch_many(3)
+        connections = [StoreConnection(instance) for instance in instances]
+        before = [(row.owner_id, row.version, row.nonce) for row in await cluster.rows()]
         names = [f"t{number}" for number in range(40)]
         for number, name in enumerate(names):
-            await stage.put(name, 1_000 + number * 500)
-        for _ in range(6):  # again and again for most of a lease, with hardly a moment in between
-            for line in lines:
-                line.throttle(on=True)
+            await cluster.put(name, 1_000 + number * 500)
+        for _ in range(6):  # most of a lease each time, with a short pause in between
+            for connection in connections:
+                connection.throttle(on=True)
             await asyncio.sleep(2)
-            for line in lines:
-                line.throttle(on=False)
+            for connection in connections:
+                connection.throttle(on=False)
             await asyncio.sleep(0.7)
-        assert all(line.throttled_calls > 20 for line in lines)
+        assert all(connection.throttled_calls > 20 for connection in connections)
         await asyncio.sleep(20)
-        assert [(row.owner_id, row.version, row.nonce) for row in await stage.rows()] == before
+        assert [(row.owner_id, row.version, row.nonce) for row in await cluster.rows()] == before
         for instance in instances:
             assert instance.engine.telemetry.shards_lost.value == 0
             assert instance.engine.telemetry.reclaims.value == 0
-        assert stage.called() == set(names)
-        assert len(stage.callbacks) == len(names)
+        assert cluster.called() == set(names)
+        assert len(cluster.callbacks) == len(names)
 
-    staged(story)
+    run_scripted(scenario)
 
 
-def test_case_50_a_newcomer_that_cannot_beat_yet_fires_nothing_and_its_share_fires_elsewhere() -> None:
-    async def story(stage: Stage) -> None:
-        await stage.enter(1)
-        newcomer = stage.launch()
-        beats = Line(newcomer).hold("heartbeat")
+def test_case_50_a_new_instance_without_a_heartbeat_fires_nothing_and_others_fire_its_share() -> None:
+    async def scenario(cluster: ScriptedCluster) -> None:
+        await cluster.launch_many(1)
+        newcomer = cluster.launch()
+        beats = StoreConnection(newcomer).block("heartbeat")
         names = [f"t{number}" for number in range(40)]
         for number, name in enumerate(names):
-            await stage.put(name, 500 + number * 300)
+            await cluster.put(name, 500 + number * 300)
         await asyncio.sleep(20)
         assert newcomer.engine.shards == {}
-        assert stage.calls_by(newcomer) == []
-        assert stage.called() == set(names)
+        assert cluster.calls_by(newcomer) == []
+        assert cluster.called() == set(names)
         beats.set()
         await asyncio.sleep(20)
-        assert newcomer.engine.shards, "it takes its share as soon as it is alive"
+        assert newcomer.engine.shards, "it takes its share as soon as it has a lease"
 
-    staged(story)
+    run_scripted(scenario)
 
 
-def test_case_54_a_restored_backup_loses_nothing_from_before_it_and_obeys_nobody_from_after_it() -> None:
-    async def story(stage: Stage) -> None:
-        [first] = await stage.enter(1)
+def test_case_54_a_restored_backup_keeps_all_earlier_timers_and_refuses_later_owners() -> None:
+    async def scenario(cluster: ScriptedCluster) -> None:
+        [first] = await cluster.launch_many(1)
         kept = [f"kept{number}" for number in range(10)]
         for name in kept:
-            await stage.put(name, 30_000, "http://slow")
-        backup = stage.database.snapshot()
-        # After the backup: another takes over, and freezes with its deliveries in flight.
-        stage.crash(first)
-        [zombie] = await stage.enter(1)
-        await stage.client.put("forgotten", "http://ok", 60_000)
-        await stage.until(lambda: stage.called() == set(kept))
+            await cluster.put(name, 30_000, "http://slow")
+        backup = cluster.database.snapshot()
+        # After the backup: another instance takes over, and freezes with its deliveries in flight.
+        cluster.crash(first)
+        [zombie] = await cluster.launch_many(1)
+        await cluster.client.put("forgotten", "http://ok", 60_000)
+        await cluster.until(lambda: cluster.called() == set(kept))
         held = {shard.shard_id: shard.fence for shard in zombie.engine.shards.values()}
-        stage.loop.freeze(zombie.name)
-        del stage.instances[zombie.name]
-        stage.database.restore(backup)
-        [fresh] = await stage.enter(1)
+        cluster.loop.freeze(zombie.name)
+        del cluster.instances[zombie.name]
+        cluster.database.restore(backup)
+        [fresh] = await cluster.launch_many(1)
         await asyncio.sleep(10)
-        rows = {row.shard_id: row for row in await stage.rows()}
+        rows = {row.shard_id: row for row in await cluster.rows()}
         assert {row.owner_id for row in rows.values()} == {fresh.engine.membership.instance_id}
-        assert all(rows[shard_id].version == fence.version for shard_id, fence in held.items()), "given out twice"
+        assert all(rows[shard_id].version == fence.version for shard_id, fence in held.items()), (
+            "the same version was given out twice"
+        )
         assert all(rows[shard_id].nonce != fence.nonce for shard_id, fence in held.items())
-        assert {call.timer for call in stage.calls_by(fresh)} == set(kept), "fired again rather than not at all"
+        assert {call.timer for call in cluster.calls_by(fresh)} == set(kept), "timers from before the backup fire again"
         for name in kept:
-            await stage.put(name, 5_000)
-        stage.loop.thaw(zombie.name)  # settles what it delivered, under versions that are another's now
+            await cluster.put(name, 5_000)
+        cluster.loop.resume(zombie.name)  # settles its deliveries, under versions that another instance has now
         await asyncio.sleep(90)
-        assert {call.value for call in stage.callbacks[-len(kept) :]} == {w.value for w in stage.wishes[-len(kept) :]}
-        assert "forgotten" not in stage.called()
+        assert {call.value for call in cluster.callbacks[-len(kept) :]} == {
+            w.value for w in cluster.requests[-len(kept) :]
+        }
+        assert "forgotten" not in cluster.called()
 
-    staged(story, is_judged=False)  # the checker does not know of databases that forget
+    run_scripted(scenario, check=False)  # the checker does not handle a database that loses acknowledged writes
 
 
-def test_case_54_whoever_runs_while_a_backup_is_restored_joins_again_and_goes_on() -> None:
-    async def story(stage: Stage) -> None:
-        [first] = await stage.enter(1)
-        await stage.depart(first)
-        nobody_there = stage.database.snapshot()
-        [alone] = await stage.enter(1)
-        name = alone.engine.membership.instance_id
-        stage.database.restore(nobody_there)
-        await alone.engine.balance()  # before the heartbeat that would tell it: nobody at all seems to be alive
+def test_case_54_an_instance_that_runs_during_a_restore_joins_again_and_continues() -> None:
+    async def scenario(cluster: ScriptedCluster) -> None:
+        [first] = await cluster.launch_many(1)
+        await cluster.depart(first)
+        without_members = cluster.database.snapshot()
+        [only] = await cluster.launch_many(1)
+        name = only.engine.membership.instance_id
+        cluster.database.restore(without_members)
+        await only.engine.balance()  # before the next heartbeat: the members table is empty
         await asyncio.sleep(5)
-        assert alone.engine.membership.instance_id != name
-        assert {row.owner_id for row in await stage.rows()} == {alone.engine.membership.instance_id}
-        await stage.put("a", 1_000)
+        assert only.engine.membership.instance_id != name
+        assert {row.owner_id for row in await cluster.rows()} == {only.engine.membership.instance_id}
+        await cluster.put("a", 1_000)
         await asyncio.sleep(5)
-        assert stage.called() == {"a"}
+        assert cluster.called() == {"a"}
 
-    staged(story)
+    run_scripted(scenario)

@@ -1,6 +1,6 @@
-"""Each known way to be wrong is caught within the number of seeds it states, all other rules in place.
+"""Each mutant is caught within its number of seeds.
 
-A seed counts only if the same story ends well without the mutant.
+A seed counts only if it passes without the mutant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _silence() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-# The nonce matters only after a failover that lost commits: test_failover.py has its story.
+# The nonce matters only after a failover that lost commits: test_failover.py tests it.
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name != "no-nonce"], ids=lambda mutant: mutant.name)
 def test_a_mutant_is_caught(mutant: Mutant) -> None:
     assert caught_by(mutant.name) is not None, f"survives {mutant.seeds} seeds: {mutant.wrong}"

@@ -1,6 +1,6 @@
-"""For tests, ours and yours: timers to test with, and `duetime.testing.conformance` for store adapters.
+"""For tests, of Duetime and of its users: example timers, and `duetime.testing.conformance` for store adapters.
 
-Importing this needs nothing but Duetime; the conformance suite needs pytest, pytest-asyncio and hypothesis.
+This module needs nothing but Duetime; the conformance suite needs pytest, pytest-asyncio and hypothesis.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["make_reached", "make_timer"]
 
 
 def make_timer(timer_id: str = "timer", execute_at_ms: int = 1_800_000_000_000, **changes: Any) -> Timer:
-    """A timer as the service would store it; `changes` are fields of Timer."""
+    """A timer as the service stores it; `changes` are fields of Timer."""
     namespace = changes.pop("namespace", "test")
     uuid_high, uuid_low = uuid_of(namespace, timer_id)
     fields: dict[str, Any] = {
@@ -28,7 +28,7 @@ def make_timer(timer_id: str = "timer", execute_at_ms: int = 1_800_000_000_000, 
 
 
 def make_reached(timer: Timer, outcome: Outcome = Outcome.DELIVERED, **changes: Any) -> Reached:
-    """The end of a timer, at the time it was due, to be purged a day later."""
+    """A reached timer, reached when it was due, to be purged a day later."""
     fields: dict[str, Any] = {
         "reached_at_ms": timer.execute_at_ms,
         "purge_at_ms": timer.execute_at_ms + 86_400_000,

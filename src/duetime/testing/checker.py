@@ -1,19 +1,20 @@
-"""Judges a history: what clients asked for and were told, against what receivers saw.
+"""Checks a history: compares the requests of clients, and the answers they got, with the callbacks receivers saw.
 
-The receiver's log is the evidence. Every put carries a value of its own (its payload), so that a callback
-tells which wish it serves. Wishes about one timer come one after the other, or two at the same time; an outcome
-that nobody knows (`INFO`: the connection broke, the server died) counts as maybe.
+Every put carries a value of its own (its payload), so a callback shows which put it belongs to. Requests about one
+timer are sent one after the other, or two at the same time. A request of unknown outcome (`Result.INFO`: the
+connection broke, the server crashed) may or may not have been applied.
 
-    A  a timer whose last wish is a put that was acknowledged fires with that value; one that was replayed fires again
-    B  nothing fires before its time
-    C  nothing starts after an acknowledged delete, no older value after an acknowledged put
-    D  what fires last is the last acknowledged value (together with A and C), and nothing nobody asked for
-    E  one firing owner at a time: once a shard has fired under a version, no older one fires, and nobody
-       else fires under that one
-    R  (if `judge` is told which faults there were) what a receiver has accepted is repeated only if a fault
-       struck whoever delivered it before that could be on record
+    A  a timer whose last request is an acknowledged put fires with that value; a replayed timer fires again
+    B  no timer fires before it is due
+    C  no callback starts after an acknowledged delete, and none with an older value after an acknowledged put
+    D  the last value that fires is the last acknowledged one (together with A and C); no value fires that no client
+       sent
+    E  one firing owner at a time: after a shard has fired under a version, it fires under no older version, and no
+       other instance fires under the same version
+    R  (only if the faults are given to `find_violations`) a callback that a receiver has accepted is repeated only if
+       a fault struck its sender before the result could be recorded
 
-`judge` answers the violations as readable stories; an empty list is a pass.
+`find_violations` returns each violation with the history of its timer. An empty list means that the check passed.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from msgspec.structs import replace
 
 from duetime.domain.instants import format_instant
 
-__all__ = ["Callback", "Fault", "Kind", "Result", "Violation", "Wish", "judge", "repetitions"]
+__all__ = ["Callback", "ClientRequest", "Fault", "Kind", "Result", "Violation", "find_violations", "repetitions"]
 
-# A delivery is on record within this time, on a machine that is slow but not broken.
+# The result of a delivery is recorded within this time, on a machine that is slow but not broken.
 _ON_RECORD_WITHIN_MS = 5_000
 
 
@@ -38,32 +39,32 @@ class Kind(enum.StrEnum):
     PUT = "put"
     DELETE = "delete"
     FIRE_NOW = "fireNow"  # makes the value that is scheduled due at once
-    REPLAY = "replay"  # arms the last value of a timer that is over, due at once
+    REPLAY = "replay"  # schedules the last value of a reached timer again, due at once
     ENSURE = "ensure"  # a create with ifAbsent whose answer was that the same timer existed already
 
 
 class Result(enum.StrEnum):
     OK = "ok"  # acknowledged
     FAIL = "fail"  # certainly not applied
-    INFO = "info"  # nobody knows
+    INFO = "info"  # unknown outcome
 
 
-class Wish(Struct, frozen=True):
-    """One request about one timer, and what its client was told. Times are wall time in milliseconds."""
+class ClientRequest(Struct, frozen=True):
+    """One request about one timer, and its result. Times are wall time in milliseconds."""
 
     timer: str
     kind: Kind
-    asked_at_ms: int
-    told_at_ms: int
+    sent_at_ms: int
+    answered_at_ms: int
     result: Result
     value: str = ""
     due_ms: int = 0
-    keeps_due: bool = False  # an update that keeps the time: the value is due when the one before it was
-    skip_late_ms: int = 0  # the missed-fire policy: a first attempt that would be later than this is not made; 0: none
+    keeps_due: bool = False  # an update without a new time: the value is due when the value before it was due
+    skip_late_ms: int = 0  # the missed-fire policy: no first attempt later than this; 0: no policy
 
 
 class Callback(Struct, frozen=True):
-    """One call as a receiver saw it. `started_at_ms` is when the sender began it, by its own stamp."""
+    """One call as a receiver saw it. `started_at_ms` is when the sender began it, by the sender's own clock."""
 
     timer: str
     value: str
@@ -72,71 +73,71 @@ class Callback(Struct, frozen=True):
     seen_at_ms: int
     fence: str = ""
     owner: str = ""
-    delivery: str = ""  # the same for everything that serves one firing: what receivers deduplicate by
-    accepted_at_ms: int = 0  # when the receiver said that it is done; 0: it did not
-    recorded_at_ms: int = 0  # when the outcome of this attempt was in the database; 0: not known
-    over_at_ms: int = 0  # when the end of this delivery was in the database; 0: not known
-    begun_at_ms: int = 0  # if this is a repeat on a fresh connection: when the attempt began; 0: it is none
+    delivery: str = ""  # the same for all attempts of one firing; receivers deduplicate by it
+    accepted_at_ms: int = 0  # when the receiver accepted it; 0: it did not
+    recorded_at_ms: int = 0  # when the result of this attempt was stored; 0: not known
+    over_at_ms: int = 0  # when the end of this delivery was stored; 0: not known
+    begun_at_ms: int = 0  # if this is a repeat on a new connection: when the attempt began; 0: no repeat
 
 
 class Fault(Struct, frozen=True):
-    """Something that was done to the cluster, until it had recovered. `who` is the owner it struck; empty: all."""
+    """A fault, from its start until the cluster had recovered. `owner` is the instance it struck; empty: all."""
 
     kind: str
     from_ms: int
     until_ms: int
-    who: str = ""
-    delivery: str = ""  # explains a repetition of this delivery only, however late it comes; empty: of any
+    owner: str = ""
+    delivery: str = ""  # allows a repetition of this delivery only, at any later time; empty: of any delivery
 
 
 class Violation(Struct, frozen=True):
     invariant: str
     timer: str
     what: str
-    story: str
+    history: str
 
     def __str__(self) -> str:
-        return f"[{self.invariant}] {self.timer}: {self.what}\n{self.story}"
+        return f"[{self.invariant}] {self.timer}: {self.what}\n{self.history}"
 
 
-def judge(
-    wishes: Iterable[Wish],
+def find_violations(
+    requests: Iterable[ClientRequest],
     callbacks: Sequence[Callback],
     *,
     clock_error_ms: int = 0,
     faults: Sequence[Fault] | None = None,
     all_accepted: bool = False,
 ) -> list[Violation]:
-    """Everything that should not have been, timer by timer. `clock_error_ms`: how far a sender's clock may be off.
+    """All violations, timer by timer. `clock_error_ms`: how far a sender's clock may be wrong.
 
-    Without `faults` repetitions are not judged; with an empty list none is allowed. `all_accepted`: every receiver
-    accepts in the end, so each last value must be accepted, not only sent.
+    Without `faults` repetitions are not checked; with an empty list no repetition is allowed. `all_accepted`: every
+    receiver accepts in the end, so the last value of each timer must be accepted, not only sent.
     """
-    by_timer: dict[str, list[Wish]] = defaultdict(list)
-    for wish in wishes:
-        by_timer[wish.timer].append(wish)
+    by_timer: dict[str, list[ClientRequest]] = defaultdict(list)
+    for request in requests:
+        by_timer[request.timer].append(request)
     calls: dict[str, list[Callback]] = defaultdict(list)
     for callback in callbacks:
         calls[callback.timer].append(callback)
     violations: list[Violation] = []
     for timer in sorted(by_timer.keys() | calls.keys()):
-        history = _with_what_was_learnt(sorted(by_timer[timer], key=lambda wish: wish.asked_at_ms))
+        history = _with_confirmed_puts(sorted(by_timer[timer], key=lambda request: request.sent_at_ms))
         seen = sorted(calls[timer], key=lambda call: call.seen_at_ms)
-        wrongs = [*_wrongs(history, seen, clock_error_ms), *_missing(history, seen, all_accepted)]
+        found = [*_wrong_callbacks(history, seen, clock_error_ms), *_missing_callbacks(history, seen, all_accepted)]
         if faults is not None:
-            wrongs += _needless(history, seen, faults)
-        violations += [Violation(invariant, timer, what, _story(history, seen)) for invariant, what in wrongs]
-    return violations + _two_owners(callbacks)
+            found += _unexplained_repetitions(history, seen, faults)
+        violations += [Violation(invariant, timer, what, _history_text(history, seen)) for invariant, what in found]
+    return violations + _overlapping_owners(callbacks)
 
 
-def _with_what_was_learnt(history: list[Wish]) -> list[Wish]:
-    """A put of unknown outcome counts as applied if the server later answers that its value is there."""
-    there = {wish.value for wish in history if wish.kind is Kind.ENSURE and wish.result is Result.OK}
+def _with_confirmed_puts(history: list[ClientRequest]) -> list[ClientRequest]:
+    """A put of unknown outcome counts as applied if the server later answers that its value exists."""
+    there = {request.value for request in history if request.kind is Kind.ENSURE and request.result is Result.OK}
     return [
-        replace(wish, result=Result.OK)
-        if wish.result is Result.INFO and wish.kind is Kind.PUT and wish.value in there
-        else wish
-        for wish in history
+        replace(request, result=Result.OK)
+        if request.result is Result.INFO and request.kind is Kind.PUT and request.value in there
+        else request
+        for request in history
     ]
 
 
@@ -144,7 +145,7 @@ def _with_what_was_learnt(history: list[Wish]) -> list[Wish]:
 
 
 def repetitions(callbacks: Iterable[Callback]) -> list[tuple[Callback, Callback]]:
-    """What was accepted, and the call that came for it all the same."""
+    """Pairs of an accepted call and the next call of the same delivery."""
     by_delivery: dict[str, list[Callback]] = defaultdict(list)
     for call in callbacks:
         if call.delivery:
@@ -157,41 +158,46 @@ def repetitions(callbacks: Iterable[Callback]) -> list[tuple[Callback, Callback]
     ]
 
 
-def _needless(history: Sequence[Wish], seen: Sequence[Callback], faults: Sequence[Fault]) -> Iterator[tuple[str, str]]:
+def _unexplained_repetitions(
+    history: Sequence[ClientRequest], seen: Sequence[Callback], faults: Sequence[Fault]
+) -> Iterator[tuple[str, str]]:
     for call in seen:
         if call.over_at_ms and call.started_at_ms > call.over_at_ms:
-            yield "R", f"{call.value!r} came from {call.owner}, though it was over since {_clock(call.over_at_ms)}"
+            over = f"its delivery was over since {_time_of_day(call.over_at_ms)}"
+            yield "R", f"{call.value!r} came from {call.owner} although {over}"
     for before, again in [*repetitions(seen), *_fired_again(history, seen)]:
         if any(fault.delivery == before.delivery for fault in faults if fault.delivery):
             continue
-        came = f"{before.value!r} was accepted from {before.owner} at {_clock(before.accepted_at_ms)} and came again"
+        came = (
+            f"{before.value!r} was accepted from {before.owner} at {_time_of_day(before.accepted_at_ms)} and came again"
+        )
         begun_ms = before.begun_at_ms or before.started_at_ms
         on_record_ms = before.recorded_at_ms or before.over_at_ms or before.accepted_at_ms + _ON_RECORD_WITHIN_MS
-        struck = (fault for fault in faults if fault.who in ("", before.owner) and not fault.delivery)
+        struck = (fault for fault in faults if fault.owner in ("", before.owner) and not fault.delivery)
         if not any(fault.from_ms <= on_record_ms and fault.until_ms >= begun_ms for fault in struck):
-            yield "R", f"{came} from {again.owner}, though nothing had happened to {before.owner}"
+            yield "R", f"{came} from {again.owner} although no fault had struck {before.owner}"
 
 
-def _fired_again(history: Sequence[Wish], seen: Sequence[Callback]) -> Iterator[tuple[Callback, Callback]]:
-    """The same for a value that came again as another delivery, without anybody having asked for that."""
+def _fired_again(history: Sequence[ClientRequest], seen: Sequence[Callback]) -> Iterator[tuple[Callback, Callback]]:
+    """Pairs of an accepted call and a call with the same value in another delivery that no client requested."""
     by_value: dict[str, list[Callback]] = defaultdict(list)
     for call in seen:
         if call.delivery:
             by_value[call.value].append(call)
-    asked = [w for w in history if w.kind in (Kind.REPLAY, Kind.PUT) and w.result is not Result.FAIL]
+    may_fire_again = [r for r in history if r.kind in (Kind.REPLAY, Kind.PUT) and r.result is not Result.FAIL]
     for value, calls in by_value.items():
         for before, again in pairwise(sorted(calls, key=lambda call: call.started_at_ms)):
             if not before.accepted_at_ms or before.delivery == again.delivery:
                 continue
             if not any(
-                wish.asked_at_ms <= again.started_at_ms and wish.told_at_ms >= before.started_at_ms
-                for wish in asked
-                if wish.kind is Kind.REPLAY or wish.value == value
+                request.sent_at_ms <= again.started_at_ms and request.answered_at_ms >= before.started_at_ms
+                for request in may_fire_again
+                if request.kind is Kind.REPLAY or request.value == value
             ):
                 yield before, again
 
 
-def _two_owners(callbacks: Sequence[Callback]) -> list[Violation]:
+def _overlapping_owners(callbacks: Sequence[Callback]) -> list[Violation]:
     violations: list[Violation] = []
     last: dict[str, tuple[int, Callback]] = {}
     for call in sorted(callbacks, key=lambda call: call.started_at_ms):
@@ -205,7 +211,7 @@ def _two_owners(callbacks: Sequence[Callback]) -> list[Violation]:
                 f"shard {shard} fired under {call.fence} by {call.owner} after {before.fence} by {before.owner}"
                 f" had fired {before.timer}"
             )
-            violations.append(Violation("E", call.timer, what, _story((), (before, call))))
+            violations.append(Violation("E", call.timer, what, _history_text((), (before, call))))
         else:
             last[shard] = (version, call)
     return violations
@@ -214,123 +220,135 @@ def _two_owners(callbacks: Sequence[Callback]) -> list[Violation]:
 # --- what fired ----------------------------------------------------------------------------------
 
 
-def _wrongs(history: Sequence[Wish], seen: Sequence[Callback], clock_error_ms: int) -> Iterator[tuple[str, str]]:
+def _wrong_callbacks(
+    history: Sequence[ClientRequest], seen: Sequence[Callback], clock_error_ms: int
+) -> Iterator[tuple[str, str]]:
     puts: dict[str, list[int]] = defaultdict(list)
-    for index, wish in enumerate(history):
-        if wish.kind is Kind.PUT:
-            puts[wish.value].append(index)
-        elif wish.kind is Kind.ENSURE and wish.result is Result.OK and wish.value not in puts:
-            yield "D", f"{wish.value!r} was said to exist already, but had not been asked for before"
+    for index, request in enumerate(history):
+        if request.kind is Kind.PUT:
+            puts[request.value].append(index)
+        elif request.kind is Kind.ENSURE and request.result is Result.OK and request.value not in puts:
+            yield "D", f"{request.value!r} was reported to exist already, but no client had sent it before"
     for call in seen:
-        asked = puts.get(call.value)
-        if asked is None:
-            yield "D", f"fired with a value nobody asked for: {call.value!r}"
+        sent = puts.get(call.value)
+        if sent is None:
+            yield "D", f"fired with a value that no client sent: {call.value!r}"
             continue
-        if all(history[index].result is Result.FAIL for index in asked):
+        if all(history[index].result is Result.FAIL for index in sent):
             yield "D", f"fired with {call.value!r}, which was refused"
-        early_ms = _earliest_ms(history, asked, call) - call.seen_at_ms
+        early_ms = _earliest_ms(history, sent, call) - call.seen_at_ms
         if early_ms > clock_error_ms:
             yield "B", f"{call.value!r} fired {early_ms} ms early"
-        # The same value may be asked for twice (ifAbsent): the last one before the call counts.
-        before = [index for index in asked if history[index].asked_at_ms <= call.started_at_ms]
-        yield from _overtaken(history, before[-1] if before else asked[0], call)
+        # The same value may be sent twice (ifAbsent): the last request before the call counts.
+        before = [index for index in sent if history[index].sent_at_ms <= call.started_at_ms]
+        yield from _superseded(history, before[-1] if before else sent[0], call)
 
 
-def _overtaken(history: Sequence[Wish], index: int, call: Callback) -> Iterator[tuple[str, str]]:
-    """Started after a later wish was acknowledged."""
+def _superseded(history: Sequence[ClientRequest], index: int, call: Callback) -> Iterator[tuple[str, str]]:
+    """Was the call started after a later request had been acknowledged?"""
     put = history[index]
-    # By their order, not by time alone: two wishes may be asked and told within one millisecond.
-    for number, wish in enumerate(history[index + 1 :], index + 1):
-        if wish.asked_at_ms < put.told_at_ms or wish.result is not Result.OK or call.started_at_ms <= wish.told_at_ms:
-            continue
-        # A replay that was under way when the delete was asked for may come after it.
-        beside = [other for other in history[:number] if other.told_at_ms > wish.asked_at_ms]
-        if wish.kind is Kind.PUT or (
-            wish.kind is Kind.DELETE and not _replayed([*beside, *history[number + 1 :]], call)
+    # By their order, not by time alone: two requests may be sent and answered within one millisecond.
+    for number, request in enumerate(history[index + 1 :], index + 1):
+        if (
+            request.sent_at_ms < put.answered_at_ms
+            or request.result is not Result.OK
+            or call.started_at_ms <= request.answered_at_ms
         ):
-            yield "C", f"{call.value!r} started {call.started_at_ms - wish.told_at_ms} ms after {_named(wish)}"
+            continue
+        # A replay that was in progress when the delete was sent may be applied after it.
+        concurrent = [other for other in history[:number] if other.answered_at_ms > request.sent_at_ms]
+        if request.kind is Kind.PUT or (
+            request.kind is Kind.DELETE and not _replayed([*concurrent, *history[number + 1 :]], call)
+        ):
+            yield (
+                "C",
+                f"{call.value!r} started {call.started_at_ms - request.answered_at_ms} ms after {_describe(request)}",
+            )
 
 
-def _replayed(later: Sequence[Wish], call: Callback) -> bool:
+def _replayed(later: Sequence[ClientRequest], call: Callback) -> bool:
     return any(
-        wish.kind is Kind.REPLAY and wish.result is not Result.FAIL and wish.asked_at_ms <= call.started_at_ms
-        for wish in later
+        request.kind is Kind.REPLAY and request.result is not Result.FAIL and request.sent_at_ms <= call.started_at_ms
+        for request in later
     )
 
 
-def _earliest_ms(history: Sequence[Wish], asked: Sequence[int], call: Callback) -> int:
-    """The earliest time at which this call may be made, by everything that may have been applied."""
-    first = history[asked[0]]
+def _earliest_ms(history: Sequence[ClientRequest], sent: Sequence[int], call: Callback) -> int:
+    """The earliest time at which this call may be made, considering every request that may have been applied."""
+    first = history[sent[0]]
     at_once = [
-        wish.asked_at_ms
-        for wish in history
-        if wish.kind in (Kind.FIRE_NOW, Kind.REPLAY)
-        and wish.result is not Result.FAIL
-        and first.asked_at_ms <= wish.told_at_ms
-        and wish.asked_at_ms <= call.seen_at_ms
+        request.sent_at_ms
+        for request in history
+        if request.kind in (Kind.FIRE_NOW, Kind.REPLAY)
+        and request.result is not Result.FAIL
+        and first.sent_at_ms <= request.answered_at_ms
+        and request.sent_at_ms <= call.seen_at_ms
     ]
-    return min([_due_ms(history, index) for index in asked] + at_once)
+    return min([_due_ms(history, index) for index in sent] + at_once)
 
 
-def _due_ms(history: Sequence[Wish], index: int) -> int:
-    """When the value of this put is due; of an update that keeps the time, at the earliest."""
+def _due_ms(history: Sequence[ClientRequest], index: int) -> int:
+    """When the value of this put is due. For an update without a new time: the earliest possible time."""
     put = history[index]
     if not put.keeps_due:
         return put.due_ms
-    # What was asked for at the same time may have come first.
+    # A request that was sent at the same time may have been applied first.
     dues = [
-        wish.due_ms if wish.kind is Kind.PUT else wish.asked_at_ms
-        for wish in history[index + 1 :]
-        if wish.asked_at_ms <= put.told_at_ms and _sets_due(wish) and not wish.keeps_due
+        request.due_ms if request.kind is Kind.PUT else request.sent_at_ms
+        for request in history[index + 1 :]
+        if request.sent_at_ms <= put.answered_at_ms and _sets_due(request) and not request.keeps_due
     ]
     for number in range(index - 1, -1, -1):
-        wish = history[number]
-        if not _sets_due(wish):
+        request = history[number]
+        if not _sets_due(request):
             continue
-        dues.append(_due_ms(history, number) if wish.kind is Kind.PUT else wish.asked_at_ms)
-        if wish.kind is Kind.PUT and wish.result is Result.OK and wish.told_at_ms <= put.asked_at_ms:
+        dues.append(_due_ms(history, number) if request.kind is Kind.PUT else request.sent_at_ms)
+        if request.kind is Kind.PUT and request.result is Result.OK and request.answered_at_ms <= put.sent_at_ms:
             break
     return min(dues, default=0)
 
 
-def _sets_due(wish: Wish) -> bool:
-    return wish.kind in (Kind.PUT, Kind.FIRE_NOW, Kind.REPLAY) and wish.result is not Result.FAIL
+def _sets_due(request: ClientRequest) -> bool:
+    return request.kind in (Kind.PUT, Kind.FIRE_NOW, Kind.REPLAY) and request.result is not Result.FAIL
 
 
 # --- what did not fire ---------------------------------------------------------------------------
 
 
-def _missing(history: Sequence[Wish], seen: Sequence[Callback], all_accepted: bool) -> Iterator[tuple[str, str]]:
-    """The last acknowledged wish, and those that may have been applied after it, decide what must have fired."""
-    words = [
-        (index, wish)
-        for index, wish in enumerate(history)
-        if wish.kind in (Kind.PUT, Kind.DELETE) and wish.result is not Result.FAIL
+def _missing_callbacks(
+    history: Sequence[ClientRequest], seen: Sequence[Callback], all_accepted: bool
+) -> Iterator[tuple[str, str]]:
+    """The last acknowledged request, and those that may have been applied after it, decide what must have fired."""
+    writes = [
+        (index, request)
+        for index, request in enumerate(history)
+        if request.kind in (Kind.PUT, Kind.DELETE) and request.result is not Result.FAIL
     ]
-    last = [wish for index, wish in words if not _followed(index, wish, words)]
+    last = [request for index, request in writes if not _is_superseded(index, request, writes)]
     done = [call for call in seen if call.accepted_at_ms or not all_accepted]
     fired = {call.value for call in done}
-    may_be_deleted = any(wish.kind is Kind.DELETE for wish in last)
-    acknowledged = [wish for wish in last if wish.result is Result.OK]
-    must_fire = acknowledged and not may_be_deleted and not fired & {wish.value for wish in last}
-    if must_fire and not any(_may_be_skipped(history, wish, seen) for wish in last):
+    may_be_deleted = any(request.kind is Kind.DELETE for request in last)
+    acknowledged = [request for request in last if request.result is Result.OK]
+    must_fire = acknowledged and not may_be_deleted and not fired & {request.value for request in last}
+    if must_fire and not any(_may_be_skipped(history, request, seen) for request in last):
         yield "A", f"{acknowledged[-1].value!r} was acknowledged and never {'accepted' if seen else 'fired'}"
-    for index, wish in enumerate(history):
-        if wish.kind is Kind.REPLAY and wish.result is Result.OK and not wish.skip_late_ms:
-            replaced = [w for number, w in words if number > index or w.told_at_ms >= wish.asked_at_ms]
-            if not replaced and not any(call.seen_at_ms >= wish.asked_at_ms for call in done):
-                yield "A", f"the replay acknowledged at {_clock(wish.told_at_ms)} never fired"
+    for index, request in enumerate(history):
+        if request.kind is Kind.REPLAY and request.result is Result.OK and not request.skip_late_ms:
+            replaced = [r for number, r in writes if number > index or r.answered_at_ms >= request.sent_at_ms]
+            if not replaced and not any(call.seen_at_ms >= request.sent_at_ms for call in done):
+                yield "A", f"the replay acknowledged at {_time_of_day(request.answered_at_ms)} never fired"
 
 
-def _followed(index: int, wish: Wish, words: Sequence[tuple[int, Wish]]) -> bool:
+def _is_superseded(index: int, request: ClientRequest, writes: Sequence[tuple[int, ClientRequest]]) -> bool:
     return any(
-        other.result is Result.OK and number > index and other.asked_at_ms >= wish.told_at_ms for number, other in words
+        other.result is Result.OK and number > index and other.sent_at_ms >= request.answered_at_ms
+        for number, other in writes
     )
 
 
-def _may_be_skipped(history: Sequence[Wish], put: Wish, seen: Sequence[Callback]) -> bool:
-    """Does the missed-fire policy allow that this value never fires? Not if an attempt was made in time, and was on
-    record before an update that kept the time."""
+def _may_be_skipped(history: Sequence[ClientRequest], put: ClientRequest, seen: Sequence[Callback]) -> bool:
+    """Does the missed-fire policy allow that this value never fires? It does not if an attempt was made in time and
+    was recorded before an update that kept the time."""
     if not put.skip_late_ms:
         return False
     index = history.index(put)
@@ -338,60 +356,56 @@ def _may_be_skipped(history: Sequence[Wish], put: Wish, seen: Sequence[Callback]
     while history[index].keeps_due:
         index -= 1
         if index < 0 or history[index].kind is not Kind.PUT or history[index].result is not Result.OK:
-            return True  # what it changed is not known for certain
+            return True  # it is not certain which timer it changed
         values.add(history[index].value)
     first = history[index]
-    if any(wish.kind is not Kind.PUT and wish.result is not Result.FAIL for wish in history[index:]):
+    if any(request.kind is not Kind.PUT and request.result is not Result.FAIL for request in history[index:]):
         return True
     return not any(
         call.value in values
         and call.started_at_ms <= first.due_ms + put.skip_late_ms
         and call.recorded_at_ms
-        and (call.value == put.value or call.recorded_at_ms < put.asked_at_ms)
+        and (call.value == put.value or call.recorded_at_ms < put.sent_at_ms)
         for call in seen
     )
 
 
-# --- stories -------------------------------------------------------------------------------------
+# --- text of a violation -------------------------------------------------------------------------
 
 
-def _named(wish: Wish) -> str:
-    return f"the {wish.kind} {wish.value!r}".rstrip("' ") + f" acknowledged at {_clock(wish.told_at_ms)}"
+def _describe(request: ClientRequest) -> str:
+    return (
+        f"the {request.kind} {request.value!r}".rstrip("' ")
+        + f" acknowledged at {_time_of_day(request.answered_at_ms)}"
+    )
 
 
-def _story(history: Sequence[Wish], seen: Sequence[Callback]) -> str:
+def _history_text(history: Sequence[ClientRequest], seen: Sequence[Callback]) -> str:
     lines = [
         (
-            wish.asked_at_ms,
-            f"{_clock(wish.asked_at_ms)}–{_clock(wish.told_at_ms)}  {wish.kind} {wish.value}"
-            + (
-                ""
-                if wish.kind is not Kind.PUT
-                else " due as before"
-                if wish.keeps_due
-                else f" due {_clock(wish.due_ms)}"
-            )
-            + f" -> {wish.result}",
+            request.sent_at_ms,
+            f"{_time_of_day(request.sent_at_ms)}–{_time_of_day(request.answered_at_ms)}  {request.kind} {request.value}"
+            f"{_due_text(request)} -> {request.result}",
         )
-        for wish in history
+        for request in history
     ]
     lines += [
         (
             call.started_at_ms,
-            f"{_clock(call.started_at_ms)}–{_clock(call.seen_at_ms)}  fired {call.value}"
+            f"{_time_of_day(call.started_at_ms)}–{_time_of_day(call.seen_at_ms)}  fired {call.value}"
             f" attempt {call.attempt} fence {call.fence} {call.owner} {call.delivery}".rstrip()
-            + (f" accepted {_clock(call.accepted_at_ms)}" if call.accepted_at_ms else ""),
+            + (f" accepted {_time_of_day(call.accepted_at_ms)}" if call.accepted_at_ms else ""),
         )
         for call in seen
     ]
     return "\n".join("    " + text for _, text in sorted(lines))
 
 
-def _due(wish: Wish) -> str:
-    if wish.kind is not Kind.PUT:
+def _due_text(request: ClientRequest) -> str:
+    if request.kind is not Kind.PUT:
         return ""
-    return " due as before" if wish.keeps_due else f" due {_clock(wish.due_ms)}"
+    return " due as before" if request.keeps_due else f" due {_time_of_day(request.due_ms)}"
 
 
-def _clock(milliseconds: int) -> str:
+def _time_of_day(milliseconds: int) -> str:
     return format_instant(milliseconds)[11:23]

@@ -1,4 +1,4 @@
-"""A store that fails when told to: wraps any Store and plays faults on chosen calls.
+"""A store that fails on demand: wraps any Store and injects faults into chosen calls.
 
 store = FaultyStore(MemoryStore())
 store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)      # the next commit only
@@ -19,15 +19,15 @@ __all__ = ["Fault", "FaultyStore"]
 
 
 class Fault(enum.Enum):
-    UNAVAILABLE = "not applied, and said so"
-    THROTTLED = "not applied, slow down"
-    LOST_THEN_UNKNOWN = "not applied, but nobody can tell"
-    APPLIED_THEN_UNKNOWN = "applied, but the answer got lost"
-    BROKEN = "an error the adapter does not know"
+    UNAVAILABLE = "not applied, and the caller knows"
+    THROTTLED = "not applied, the store is overloaded"
+    LOST_THEN_UNKNOWN = "not applied, unknown to the caller"
+    APPLIED_THEN_UNKNOWN = "applied, but the answer was lost"
+    BROKEN = "an error that the adapter does not handle"
 
 
 class FaultyStore:
-    """Quacks like the store it wraps; `as_store` says so to a type checker."""
+    """Has the methods of the store it wraps; `as_store` tells that to a type checker."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -40,14 +40,14 @@ class FaultyStore:
         return cast(Store, self)
 
     def fail(self, method: str, *faults: Fault) -> None:
-        """The next calls of `method` fail like this, one fault each."""
+        """The next calls of `method` fail, one with each of these faults."""
         self._faults[method].extend(faults)
 
     def heal(self) -> None:
         self._faults.clear()
 
     def hold(self, method: str) -> asyncio.Event:
-        """Calls of `method` wait until the event answered here is set."""
+        """Calls of `method` wait until the returned event is set."""
         self._held[method] = asyncio.Event()
         return self._held[method]
 

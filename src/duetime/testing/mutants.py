@@ -1,7 +1,7 @@
-"""Known ways to be wrong, each one safety rule taken away with all the others in place.
+"""Known defects: each mutant removes one safety rule and keeps all the others.
 
-They keep the simulator and the checker honest: every one must be caught within the stated number of
-seeds (`tests/sim/test_mutants.py`). One that is not means that the workload or the faults are too weak.
+They test the simulator and the checker: every mutant must be caught within its number of seeds
+(`tests/sim/test_mutants.py`). If one is not caught, the workload or the faults are too weak.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["MUTANTS", "Mutant"]
 
 class Mutant(Struct, frozen=True):
     name: str
-    wrong: str  # what it does not do
+    wrong: str  # the defect, in words
     patches: tuple[tuple[type, str, Any], ...]
-    seeds: int = 100  # within so many it is caught
+    seeds: int = 100  # it is caught within so many seeds
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -62,12 +62,12 @@ def _owned_by_version(self: MemoryStore, fence: Any) -> Any:
 
 
 async def _checked_then_written(self: SimStore, name: str, inner: Any, args: Any) -> Any:
-    """Looks at the fence, and writes a moment later without holding on to it."""
+    """Checks the fence, and writes a moment later without a lock on it."""
     if name != "commit":
         return await inner(*args)
-    database = self._world.database
+    database = self._cluster.database
     lost = [isinstance(database._owned(batch.fence), ShardLost) for batch in args[0]]
-    await asyncio.sleep(self._world.rng.choice((0.01, 0.3, 5.0)))
+    await asyncio.sleep(self._cluster.rng.choice((0.01, 0.3, 5.0)))
     results = []
     for batch, is_lost in zip(args[0], lost, strict=True):
         right, MemoryStore._owned = MemoryStore._owned, _owned_by_anybody  # type: ignore[method-assign]
@@ -152,7 +152,7 @@ def _now_is_the_wall_clock(self: Membership) -> int:
 
 
 async def _recover_without_claiming(self: Engine, shard: Shard) -> None:
-    """Reads what is there now and believes it, while the old commit may still be on its way."""
+    """Takes what the store contains now as the result, while the old commit may still arrive."""
     found = await self._read(shard.shard_id, list(shard.committing))
     rows = {row.shard_id: row for row in await self._store.shards()}
     if not shard.dropped:
@@ -160,13 +160,13 @@ async def _recover_without_claiming(self: Engine, shard: Shard) -> None:
 
 
 def _take_again(self: Service, forward: Any) -> Any:
-    """Carries out whatever arrives, whenever, however often."""
+    """Carries out every command that arrives, at any time and any number of times."""
 
     async def carry_out() -> Any:
         shard = self._engine.shards.get(forward.shard_id)
         if shard is None or shard.closing:
             raise NotOwner
-        return await self._carry_out(shard, forward.order)
+        return await self._carry_out(shard, forward.command)
 
     return asyncio.ensure_future(carry_out())
 
@@ -176,7 +176,7 @@ def _every_number_is_new(self: _RequestNumbers, receiver: str, sender: str, numb
 
 
 def _known_or_plain(self: Namespaces, name: str) -> Namespace | None:
-    """As on an instance that has not read the namespaces since this one was made."""
+    """As on an instance that has not read the namespaces since this one was created."""
     known = _right_known(self, name)
     if name == "default" or (known is not None and known.revision):
         return known
@@ -195,7 +195,8 @@ _right_now_ms = Membership.now_ms
 
 
 async def _delete_after_one_look(self: Service, name: str) -> None:
-    """Marks the namespace and does not look for timers that were admitted before all instances knew."""
+    """Marks the namespace as deleted and does not search again for timers that were accepted before all instances
+    knew."""
     old = await self._namespaces.get(name)
     if name == "default":
         raise Conflict("stays")
@@ -224,17 +225,17 @@ _right_shrink = Shard.shrink
 
 
 def _forgets_what_was_decided_meanwhile(self: Shard, page: Any, until_ms: int) -> None:
-    """What was written beyond the old horizon while the page was read is not on the page."""
+    """Ignores timers that were written beyond the old horizon while the page was read: they are not on the page."""
     if self._touched:
         self._touched = dict.fromkeys(self._touched)
     _right_load_ended(self, page, until_ms)
 
 
 MUTANTS = (
-    Mutant("no-fence", "the store does not look at the fence", ((MemoryStore, "_owned", _owned_by_anybody),)),
+    Mutant("no-fence", "the store does not check the fence", ((MemoryStore, "_owned", _owned_by_anybody),)),
     Mutant(
         "fence-without-lock",
-        "the store looks at the fence and writes a moment later",
+        "the store checks the fence and writes a moment later",
         ((SimStore, "perform", _checked_then_written),),
     ),
     Mutant(
@@ -244,17 +245,17 @@ MUTANTS = (
     ),
     Mutant(
         "no-lease",
-        "an instance fires whether or not its lease has run out",
+        "an instance fires even after its lease has ended",
         ((Membership, "may_fire", _once_leased_for_ever),),
     ),
     Mutant(
         "settle-without-generation",
-        "an outcome settles whatever timer has that id now",
+        "the result of an attempt settles any timer that has that id now",
         ((Shard, "settle", _settle_whatever_is_there),),
     ),
     Mutant(
         "horizon-off-by-one",
-        "the horizon is at the end of the last millisecond that was loaded in part",
+        "the horizon is set to the end of the last millisecond, which was loaded only in part",
         ((Shard, "load_ended", _load_ended_too_far),),
     ),
     Mutant(
@@ -264,12 +265,12 @@ MUTANTS = (
     ),
     Mutant(
         "wake-up-lost",
-        "a new earliest timer does not wake the fire loop, and nobody looks again",
+        "a new earliest timer does not wake the fire loop, and nothing else wakes it",
         ((FireLoop, "arm", _arm_without_waking), (FireLoop, "wake", _never_wake)),
     ),
     Mutant(
         "re-claim-skipped",
-        "after an unknown outcome the batch is simply sent again",
+        "after an unknown outcome the batch is sent again without a new claim",
         ((Engine, "_unknown", _try_again_blindly),),
     ),
     Mutant(
@@ -279,42 +280,42 @@ MUTANTS = (
     ),
     Mutant(
         "release-without-drain",
-        "a shard is given away with writes and deliveries on their way",
+        "a shard is released with writes and deliveries in flight",
         ((Engine, "_release", _release_at_once),),
     ),
     Mutant(
         "forward-taken-twice",
-        "a request between instances that the network repeats is accepted, and its orders are carried out again",
+        "a request between instances that the network repeats is accepted, and its commands are carried out again",
         ((Service, "take", _take_again), (_RequestNumbers, "is_new", _every_number_is_new)),
     ),
     Mutant(
         "begin-without-looking",
-        "nothing is checked right before the first byte",
+        "nothing is checked immediately before the first byte is sent",
         ((Firing, "begin", _begin_without_looking),),
     ),
     Mutant(
         "wall-clock-believed",
-        "a wall clock that jumps ahead is believed at once",
+        "a wall clock that jumps ahead is used at once",
         ((Membership, "now_ms", _now_is_the_wall_clock),),
     ),
     Mutant(
         "namespace-unknown",
-        "fires with default settings as long as the namespace is not known",
+        "a timer fires with default settings as long as its namespace is not known",
         ((Namespaces, "known", _known_or_plain),),
     ),
     Mutant(
         "clock-offset-not-corrected",
-        "a clock that is off by a constant within clock_skew_max is not corrected",
+        "a clock that is wrong by a constant within clock_skew_max is not corrected",
         ((Membership, "now_ms", _now_with_the_offset),),
     ),
     Mutant(
         "deleted-after-one-look",
-        "a namespace is deleted without a second look for timers that were admitted meanwhile",
+        "a namespace is deleted without a second search for timers that were accepted meanwhile",
         ((Service, "delete_namespace", _delete_after_one_look),),
     ),
     Mutant(
         "released-before-recorded",
-        "a shard is given away before the outcomes of its deliveries are on record",
+        "a shard is released before the results of its deliveries are recorded",
         ((Shard, "is_quiet", property(lambda self: not self.sending)),),
     ),
     Mutant(
@@ -325,7 +326,7 @@ MUTANTS = (
     ),
     Mutant(
         "sent-again-without-looking",
-        "a request that goes once more on another connection is not checked again",
+        "a request that is sent again on another connection is not checked again",
         ((Shard, "begin", _begin_again_without_looking),),
     ),
     Mutant(
@@ -335,7 +336,7 @@ MUTANTS = (
     ),
     Mutant(
         "load-misses-what-was-written",
-        "a timer written while a page was read is neither on the page nor placed",
+        "a timer that was written while a page was read is neither on the page nor put in memory",
         ((Shard, "load_ended", _forgets_what_was_decided_meanwhile),),
     ),
 )

@@ -1,7 +1,7 @@
 """Run many seeds of the simulator on all cores: `make sim`, or `python -m duetime.testing.simulate --seeds 2000`.
 
-Prints a progress bar, what was covered, and for every failing seed the story of its first violation and
-the command that plays it again.
+Prints a progress bar, what was covered, and for every failing seed its first violation and the command that runs the
+seed again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from contextlib import nullcontext
 from msgspec import Struct
 
 from duetime.testing.mutants import MUTANTS
-from duetime.testing.reached import Place, Tracer
+from duetime.testing.simulation.cluster import Run, simulate
 from duetime.testing.simulation.loop import Livelock
-from duetime.testing.simulation.world import Run, simulate
+from duetime.testing.statement_coverage import Place, Tracer
 
 __all__ = ["Totals", "caught_by", "report", "run_seeds"]
 
@@ -28,85 +28,85 @@ _SHOWN_MAX = 3
 
 
 class Totals(Struct):
-    """What a number of seeds came to."""
+    """The results of a number of seeds."""
 
     seeds: int = 0
     failed: list[int] = []
-    stories: list[str] = []
-    wishes: int = 0
+    failures: list[str] = []
+    requests: int = 0
     callbacks: int = 0
     virtual_seconds: float = 0.0
     faults: Counter[str] = Counter()
-    reached: set[Place] = set()  # statements of engine, cluster and service
+    executed: set[Place] = set()  # statements of engine, cluster and service
 
     def add(self, run: Run) -> None:
         self.seeds += 1
-        self.wishes += run.wishes
+        self.requests += run.requests
         self.callbacks += run.callbacks
         self.virtual_seconds += run.virtual_seconds
         self.faults.update(run.faults)
         if run.violations:
             self.failed.append(run.seed)
-            if len(self.stories) < _SHOWN_MAX:
-                self.stories.append(f"seed {run.seed}: {run.violations[0]}")
+            if len(self.failures) < _SHOWN_MAX:
+                self.failures.append(f"seed {run.seed}: {run.violations[0]}")
 
 
 def run_seeds(first: int, count: int, *, jobs: int | None = None, progress: bool = False) -> Totals:
     """Seeds first … first+count-1, in parallel."""
-    totals = Totals(failed=[], stories=[], faults=Counter(), reached=set())
+    totals = Totals(failed=[], failures=[], faults=Counter(), executed=set())
     started = time.monotonic()
     seeds = range(first, first + count)
     with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=_prepare) as pool:
-        for run, reached in pool.map(_one, seeds, chunksize=4):
+        for run, executed in pool.map(_run_one, seeds, chunksize=4):
             totals.add(run)
-            totals.reached |= reached
+            totals.executed |= executed
             if progress:
-                _draw(totals, count, time.monotonic() - started)
+                _draw_progress(totals, count, time.monotonic() - started)
     if progress:
         print(file=sys.stderr)
     return totals
 
 
 _tracer: Tracer | None = None
-_told: set[Place] = set()  # statements that were reported to the parent
+_reported: set[Place] = set()  # statements already reported to the parent process
 
 
 def _prepare() -> None:
     global _tracer
     logging.disable(logging.CRITICAL)
     _tracer = Tracer()
-    _tracer.__enter__()  # never left: the process does nothing else
+    _tracer.__enter__()  # never exited: the process does nothing else
 
 
-def _one(seed: int) -> tuple[Run, set[Place]]:
+def _run_one(seed: int) -> tuple[Run, set[Place]]:
     assert _tracer is not None
     run = simulate(seed)
-    run.history = []  # long, and only worth its way back to the parent when asked for
-    reached = _tracer.reached - _told
-    _told.update(reached)
-    return run, reached
+    run.history = []  # long, and the parent process does not need it
+    executed = _tracer.executed - _reported
+    _reported.update(executed)
+    return run, executed
 
 
 def caught_by(name: str) -> int | None:
-    """The first seed that goes wrong with this mutant and well without it, of as many as the mutant states."""
+    """The first seed that fails with this mutant and passes without it, of as many seeds as the mutant states."""
     logging.disable(logging.CRITICAL)
     [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
     for seed in range(mutant.seeds):
         with mutant.applied():
-            wrong = _goes_wrong(seed)
-        if wrong and not _goes_wrong(seed):
+            failed = _fails(seed)
+        if failed and not _fails(seed):
             return seed
     return None
 
 
-def _goes_wrong(seed: int) -> bool:
+def _fails(seed: int) -> bool:
     try:
         return bool(simulate(seed).violations)
     except Livelock:
         return True
 
 
-def _draw(totals: Totals, count: int, seconds: float) -> None:
+def _draw_progress(totals: Totals, count: int, seconds: float) -> None:
     filled = totals.seeds * 30 // count
     bar = "█" * filled + "░" * (30 - filled)
     rate = totals.seeds / max(seconds, 0.001)
@@ -115,27 +115,27 @@ def _draw(totals: Totals, count: int, seconds: float) -> None:
 
 
 def report(totals: Totals, seconds: float) -> None:
-    for story in totals.stories:
-        print(story, "\n")
+    for failure in totals.failures:
+        print(failure, "\n")
     print(
         f"{totals.seeds} seeds in {seconds:.0f} s ({totals.seeds / seconds:.1f}/s): "
         f"{totals.virtual_seconds / 3600:.1f} hours of virtual time, "
-        f"{totals.wishes:,} wishes, {totals.callbacks:,} callbacks"
+        f"{totals.requests:,} requests, {totals.callbacks:,} callbacks"
     )
     print("faults: " + ", ".join(f"{count:,} {kind}" for kind, count in totals.faults.most_common()))
     for seed in totals.failed:
-        print(f"FAILED seed {seed}: play it again with `python -m duetime.testing.simulate --seed {seed} --story`")
+        print(f"FAILED seed {seed}: run it again with `python -m duetime.testing.simulate --seed {seed} --history`")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
+    parser.add_argument("--seeds", type=int, default=200, help="number of seeds (default 200)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
-    parser.add_argument("--jobs", type=int, help="processes (default: one for each core)")
-    parser.add_argument("--seed", type=int, help="only this one, in this process")
-    parser.add_argument("--story", action="store_true", help="with --seed: print everything that happened")
+    parser.add_argument("--jobs", type=int, help="number of processes (default: one for each core)")
+    parser.add_argument("--seed", type=int, help="run only this seed, in this process")
+    parser.add_argument("--history", "--story", action="store_true", help="with --seed: print every event of the run")
     parser.add_argument(
-        "--mutant", choices=[mutant.name for mutant in MUTANTS], help="with --seed: a known way to be wrong"
+        "--mutant", choices=[mutant.name for mutant in MUTANTS], help="with --seed: apply this known defect"
     )
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -143,7 +143,7 @@ def main() -> int:
         mutants = {mutant.name: mutant for mutant in MUTANTS}
         with mutants[options.mutant].applied() if options.mutant else nullcontext():
             run = simulate(options.seed)
-        if options.story:
+        if options.history:
             print("\n".join(run.history))
         for violation in run.violations:
             print(violation)

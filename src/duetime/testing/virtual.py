@@ -1,13 +1,13 @@
 """Virtual time: an event loop whose clock jumps to the next timer instead of waiting for it.
 
     def test_fires_after_an_hour():
-        async def story(clock: VirtualClock) -> None:
+        async def scenario(clock: VirtualClock) -> None:
             ...
             await asyncio.sleep(3600)      # takes no time at all
-        run_virtual(story)
+        run_virtual(scenario)
 
-Everything that takes its time from the loop and from the Clock port runs at full speed and in the same
-order each time. Threads and sockets do not belong here: waiting for one would be a deadlock, and is said so.
+Code that takes its time from the loop and from the Clock port runs at full speed, and in the same order each time.
+Threads and sockets are not supported: waiting for one would be a deadlock, and raises an error.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ START_WALL_MS = 1_800_000_000_000  # 2027-01-15T08:00:00Z
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits, and nothing is scheduled that could wake anybody."""
+    """Every task waits, and no timer is set that could wake one."""
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Has nothing to select from: the loop's waiting becomes the passing of virtual time."""
+    """Selects nothing: when the loop waits, virtual time advances."""
 
     def __init__(self) -> None:
         self.loop: VirtualLoop | None = None
@@ -69,7 +69,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock:
-    """A Clock on a VirtualLoop. `offset_ms` is how far its wall time is off; jump by changing it."""
+    """A Clock on a VirtualLoop. `offset_ms` is the error of its wall time; change it to make the clock jump."""
 
     def __init__(self, loop: VirtualLoop, offset_ms: int = 0) -> None:
         self._loop = loop
@@ -82,15 +82,15 @@ class VirtualClock:
         return START_WALL_MS + self.offset_ms + self._elapsed_ms()
 
     def _elapsed_ms(self) -> int:
-        # Timers fire at float times: what is meant to be a whole millisecond must not be read as one less.
+        # Timers fire at float times: a whole millisecond must not be rounded down to the one before.
         return int(self._loop.now * 1_000 + 1e-6)
 
 
-def run_virtual(story: Callable[[VirtualClock], Awaitable[T]]) -> T:
-    """Run a story in virtual time, on a loop of its own."""
+def run_virtual(scenario: Callable[[VirtualClock], Awaitable[T]]) -> T:
+    """Run a coroutine function in virtual time, on a new loop."""
     loop = VirtualLoop()
     try:
-        return loop.run_until_complete(_told(story, VirtualClock(loop)))
+        return loop.run_until_complete(_awaited(scenario, VirtualClock(loop)))
     finally:
         leftovers = asyncio.all_tasks(loop)
         for task in leftovers:
@@ -100,5 +100,5 @@ def run_virtual(story: Callable[[VirtualClock], Awaitable[T]]) -> T:
         loop.close()
 
 
-async def _told(story: Callable[[VirtualClock], Awaitable[T]], clock: VirtualClock) -> T:
-    return await story(clock)
+async def _awaited(scenario: Callable[[VirtualClock], Awaitable[T]], clock: VirtualClock) -> T:
+    return await scenario(clock)

@@ -1,4 +1,4 @@
-"""What the errors of Cassandra and its driver mean: nothing was applied, or nobody knows."""
+"""What the errors of Cassandra and its driver mean: not applied, or an unknown outcome."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from cassandra import ConsistencyLevel, OperationTimedOut, WriteType, cluster, connection, protocol
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreThrottled, StoreUnavailable
-from duetime.stores.cassandra.address import NOT_APPLIED, TooManyDeleted, address_of, setup_error, store_error
+from duetime.stores.cassandra.address import address_of
+from duetime.stores.cassandra.errors import NOT_APPLIED, TooManyTombstones, setup_error, store_error
 
 ADDRESS = address_of("cassandra://me:secret@db.example/timers")
 
@@ -24,7 +25,7 @@ def _of_the_driver() -> set[type[BaseException]]:
 
 
 def _bare(kind: type[BaseException]) -> BaseException:
-    """One of its kind, whatever its constructor wants."""
+    """An instance of the class, without calling its constructor."""
     error = kind.__new__(kind)
     if isinstance(error, protocol.ErrorMessage):
         error.message = error.summary = ""
@@ -32,8 +33,8 @@ def _bare(kind: type[BaseException]) -> BaseException:
     return error
 
 
-# Every error that a request can end with. A driver that brings another one makes this test fail, and somebody think.
-REFUSED_BEFORE_ANYTHING_HAPPENS = {
+# Errors raised before anything was applied. A driver with a new error makes the test fail, so that it is classified.
+NOT_APPLIED_NAMES = {
     "AlreadyExists", "AlreadyExistsException", "AuthenticationFailed", "ConfigurationException", "InvalidRequest",
     "InvalidRequestException", "IsBootstrappingErrorMessage", "NoHostAvailable", "PreparedQueryNotFound",
     "RequestValidationException", "SyntaxException", "Unauthorized", "UnauthorizedErrorMessage",
@@ -42,23 +43,23 @@ REFUSED_BEFORE_ANYTHING_HAPPENS = {
 
 
 def _to_user(kind: type[BaseException]) -> bool:
-    """Messages of the server that the driver makes exceptions of another class before anybody sees them."""
+    """Is it raised to the caller? The driver converts some messages of the server to exceptions of another class."""
     as_it_is = protocol.ErrorMessage.to_exception
     return not issubclass(kind, protocol.ErrorMessage) or getattr(kind, "to_exception", None) is as_it_is
 
 
-def test_only_what_is_listed_was_surely_not_applied() -> None:
+def test_only_listed_errors_mean_not_applied() -> None:
     known = _of_the_driver()
     assert len(known) > 40
     for kind in known:
         if not _to_user(kind) or issubclass(kind, protocol.OverloadedErrorMessage):
             continue
         outcome = store_error(_bare(kind), writing=True)
-        surely_not = kind.__name__ in REFUSED_BEFORE_ANYTHING_HAPPENS
-        assert type(outcome) is (StoreUnavailable if surely_not else OutcomeUnknown), kind
+        not_applied = kind.__name__ in NOT_APPLIED_NAMES
+        assert type(outcome) is (StoreUnavailable if not_applied else OutcomeUnknown), kind
 
 
-def test_every_kind_that_is_listed_is_one_that_is_seen() -> None:
+def test_every_listed_error_can_be_raised_by_the_driver() -> None:
     for kind in NOT_APPLIED:
         assert _to_user(kind), kind
 
@@ -81,9 +82,9 @@ def test_every_kind_that_is_listed_is_one_that_is_seen() -> None:
         OSError("x"),
     ],
 )
-def test_these_may_come_after_the_proposal_was_accepted(error: Exception) -> None:
+def test_errors_that_may_come_after_the_proposal_have_an_unknown_outcome(error: Exception) -> None:
     assert isinstance(store_error(error, writing=True), OutcomeUnknown)
-    assert isinstance(store_error(error, writing=False), StoreUnavailable), "a read is never in doubt"
+    assert isinstance(store_error(error, writing=False), StoreUnavailable), "a read has no unknown outcome"
 
 
 @pytest.mark.parametrize(
@@ -96,13 +97,13 @@ def test_these_may_come_after_the_proposal_was_accepted(error: Exception) -> Non
         cluster.NoHostAvailable("x", {"host": OSError("refused")}),
     ],
 )
-def test_a_round_that_never_began_applied_nothing(error: Exception) -> None:
+def test_errors_before_the_paxos_round_mean_not_applied(error: Exception) -> None:
     outcome = store_error(error, writing=True)
     assert type(outcome) is StoreUnavailable
 
 
 @pytest.mark.parametrize(
-    "said",
+    "expected",
     [
         "Request breached global limit of 5 requests/second. Server is currently in an overloaded state",
         "Request breached limit(s) on bytes in flight (Endpoint: 1, Global: 2) and triggered backpressure.",
@@ -110,42 +111,44 @@ def test_a_round_that_never_began_applied_nothing(error: Exception) -> None:
         "Request has spent over 1.2 time of the maximum timeout 12000ms in the queue",
     ],
 )
-def test_a_coordinator_that_turns_away_before_it_begins_is_throttling(said: str) -> None:
-    assert isinstance(store_error(protocol.OverloadedErrorMessage(0x1001, said, None), writing=True), StoreThrottled)
+def test_an_overloaded_coordinator_that_rejects_before_the_start_is_throttling(expected: str) -> None:
+    assert isinstance(
+        store_error(protocol.OverloadedErrorMessage(0x1001, expected, None), writing=True), StoreThrottled
+    )
 
 
-def test_a_coordinator_that_is_overloaded_in_other_words_may_have_begun() -> None:
+def test_an_overloaded_coordinator_with_another_message_has_an_unknown_outcome() -> None:
     error = protocol.OverloadedErrorMessage(0x1001, "Too many in flight hints: 4096", None)
     assert isinstance(store_error(error, writing=True), OutcomeUnknown)
     assert isinstance(store_error(error, writing=False), StoreThrottled)
 
 
-def _nobody(*errors: Exception) -> cluster.NoHostAvailable:
+def _no_host(*errors: Exception) -> cluster.NoHostAvailable:
     return cluster.NoHostAvailable("Unable to connect to any servers", dict(enumerate(errors)))
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
-        (_nobody(cassandra.AuthenticationFailed("Bad credentials")), "refuses the user or the password"),
+        (_no_host(cassandra.AuthenticationFailed("Bad credentials")), "refuses the user or the password"),
         (
-            _nobody(cassandra.AuthenticationFailed("Remote end requires authentication")),
-            "wants a user and a password",
+            _no_host(cassandra.AuthenticationFailed("Remote end requires authentication")),
+            "needs a user and a password",
         ),
         (cassandra.Unauthorized("no MODIFY permission"), "GRANT"),
-        (_nobody(ssl.SSLError("wrong version")), "TLS"),
-        (_nobody(PermissionError(1, "Tried connecting. Last error: [SSL: WRONG_VERSION_NUMBER]")), "TLS"),
-        (_nobody(protocol.ProtocolException(10, "Invalid or unsupported protocol version (5)", None)), "4.0 or later"),
+        (_no_host(ssl.SSLError("wrong version")), "TLS"),
+        (_no_host(PermissionError(1, "Tried connecting. Last error: [SSL: WRONG_VERSION_NUMBER]")), "TLS"),
+        (_no_host(protocol.ProtocolException(10, "Invalid or unsupported protocol version (5)", None)), "4.0 or later"),
     ],
 )
-def test_what_a_person_can_mend_is_said(error: Exception, said: str) -> None:
+def test_what_a_person_can_mend_is_said(error: Exception, expected: str) -> None:
     made = setup_error(ADDRESS, error)
     assert isinstance(made, SetupError)
-    assert said in made.detail
+    assert expected in made.detail
     assert "secret" not in made.detail
 
 
-@pytest.mark.parametrize("error", [_nobody(ConnectionRefusedError("refused")), OSError("x"), _nobody()])
+@pytest.mark.parametrize("error", [_no_host(ConnectionRefusedError("refused")), OSError("x"), _no_host()])
 def test_a_server_that_is_away_may_come_back(error: Exception) -> None:
     made: Any = setup_error(ADDRESS, error)
     assert isinstance(made, StoreUnavailable)
@@ -153,11 +156,11 @@ def test_a_server_that_is_away_may_come_back(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (cluster.NoHostAvailable("Unable to complete the operation against any hosts", {}), "no node can be reached"),
-        (_nobody(OperationTimedOut({}, "host")), "no answer in time"),
-        (_nobody(OSError("refused"), OSError("refused")), "refused"),
+        (_no_host(OperationTimedOut({}, "host")), "no answer in time"),
+        (_no_host(OSError("refused"), OSError("refused")), "refused"),
         (
             connection.ConnectionShutdown("errors=Connection heartbeat timeout, last_host=10.0.0.1:9042"),
             "Connection heartbeat timeout",
@@ -165,21 +168,21 @@ def test_a_server_that_is_away_may_come_back(error: Exception) -> None:
         (RuntimeError(), "RuntimeError"),
     ],
 )
-def test_errors_are_said_in_words(error: Exception, said: str) -> None:
-    assert store_error(error, writing=False).detail == f"cassandra: {said}"
+def test_error_texts_are_short(error: Exception, expected: str) -> None:
+    assert store_error(error, writing=False).detail == f"cassandra: {expected}"
 
 
-def test_a_read_that_met_too_many_deleted_rows_is_told_from_others() -> None:
+def test_a_read_that_met_too_many_tombstones_has_its_own_error() -> None:
     met, failed = (
         cassandra.ReadFailure("x", consistency=4, required_responses=1, received_responses=0, error_code_map=codes)
         for codes in ({"10.0.0.1": 1}, {"10.0.0.1": 0})
     )
-    assert type(store_error(met, writing=False)) is TooManyDeleted
+    assert type(store_error(met, writing=False)) is TooManyTombstones
     assert type(store_error(failed, writing=False)) is StoreUnavailable
     assert type(store_error(met, writing=True)) is OutcomeUnknown
 
 
-def test_too_few_replicas_for_the_commit_of_a_round_may_come_after_it_was_agreed_on() -> None:
+def test_too_few_replicas_for_the_commit_of_a_paxos_round_have_an_unknown_outcome() -> None:
     error = cassandra.Unavailable("x", consistency=ConsistencyLevel.QUORUM, required_replicas=2, alive_replicas=1)
     assert type(store_error(error, writing=True)) is OutcomeUnknown
     assert type(store_error(error, writing=False)) is StoreUnavailable

@@ -1,4 +1,4 @@
-"""Reads over deleted rows, against a server that gives up as Cassandra does."""
+"""Reads over deleted rows, against a simulated server that gives up as Cassandra does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from duetime.domain.timer import BEFORE_ALL, Position, Timer
 from duetime.store import Page, PageRequest
-from duetime.stores.cassandra.address import TooManyDeleted
-from duetime.stores.cassandra.ranges import Ranges, _number_of, _position_of, end_of
+from duetime.stores.cassandra.errors import TooManyTombstones
+from duetime.stores.cassandra.ranges import RangeReader, _number_of, _position_of, end_of
 from duetime.stores.cassandra.reads import Reader
 from duetime.stores.cassandra.statements import Key
 from duetime.stores.rows import LARGEST, LAST_MS, timer_values
@@ -23,7 +23,7 @@ positions = st.builds(Position, st.integers(0, 6), halves, halves)
 
 
 class Partition:
-    """Rows in order, of which some are deleted and still there."""
+    """Rows in order, of which some are deleted and remain as tombstones."""
 
     def __init__(self, living: set[Position], deleted: set[Position], deleted_max: int) -> None:
         self.rows = sorted(living | deleted)
@@ -45,16 +45,16 @@ class Partition:
                 if len(found) == limit:
                     break
             elif (passed := passed + 1) > self.deleted_max:
-                raise TooManyDeleted("cassandra: tombstones")
+                raise TooManyTombstones("cassandra: tombstones")
         self.ends.add(upto)
         return found
 
 
 def read_all(partition: Partition, until_ms: int, count: int, reads_max: int | None = None) -> list[Any]:
-    """From the beginning, in as many calls as it takes."""
+    """Read from the beginning, in as many calls as needed."""
 
     async def run() -> list[Any]:
-        ranges, after = Ranges(partition.read), BEFORE_ALL
+        ranges, after = RangeReader(partition.read), BEFORE_ALL
         rows: list[Any] = []
         while True:
             some, passed = await ranges.between(None, 0, after, until_ms, count - len(rows), reads_max)
@@ -75,10 +75,10 @@ def read_all(partition: Partition, until_ms: int, count: int, reads_max: int | N
     st.integers(2, 4),
     st.sampled_from([None, 1, 3]),
 )
-def test_the_same_rows_are_found_whatever_was_deleted_among_them(
+def test_all_rows_are_found_whatever_rows_were_deleted(
     living: set[Position], deleted: set[Position], until_ms: int, count: int, deleted_max: int, reads_max: int | None
 ) -> None:
-    """Those as well that stand where one range ends and the next begins: they are put there for a second look."""
+    """Also rows where one range ends and the next begins: the second read has rows at these positions."""
     first = Partition(living, deleted, deleted_max)
     read_all(first, until_ms, 1_000, reads_max)
     seams = first.ends | {_position_of(_number_of(end) + 1) for end in first.ends}
@@ -105,7 +105,7 @@ def test_positions_are_numbers_in_the_same_order(position: Position) -> None:
 
 async def test_where_little_was_deleted_one_read_is_enough() -> None:
     partition = Partition({Position(n, n, n) for n in range(10)}, {Position(n, 7, n) for n in range(5)}, 5)
-    rows, passed = await Ranges(partition.read).between(None, 0, BEFORE_ALL, 100, 20)
+    rows, passed = await RangeReader(partition.read).between(None, 0, BEFORE_ALL, 100, 20)
     assert (len(rows), passed, partition.reads) == (10, None, 1)
 
 
@@ -113,7 +113,7 @@ async def test_a_hundred_times_too_many_are_passed_in_not_many_more_reads() -> N
     """Seven years of them, evenly; and who reads on does not find out again how narrow a range must be."""
     last = Position(LAST_MS - 1, 0, 0)
     partition = Partition({last}, {Position(n * 442_000_000, 1, 1) for n in range(500)}, 5)
-    ranges = Ranges(partition.read)
+    ranges = RangeReader(partition.read)
     rows, passed = await ranges.between(None, 0, BEFORE_ALL, LAST_MS, 10, reads_max=100)
     while passed is not None:
         rows, passed = await ranges.between(None, 0, passed, LAST_MS, 10, reads_max=10)
@@ -123,7 +123,7 @@ async def test_a_hundred_times_too_many_are_passed_in_not_many_more_reads() -> N
 
 async def test_narrow_ranges_of_one_shard_are_not_those_of_another_and_widen_again() -> None:
     partition = Partition(set(), {Position(5, n, n) for n in range(100)}, 5)
-    ranges = Ranges(partition.read)
+    ranges = RangeReader(partition.read)
     await ranges.between(None, 5, BEFORE_ALL, 10, 10)
     before = partition.reads
     await ranges.between(None, 0, Position(6, 0, 0), 10, 10)
@@ -136,10 +136,10 @@ async def test_narrow_ranges_of_one_shard_are_not_those_of_another_and_widen_aga
 
 async def test_a_server_that_gives_up_over_a_single_row_is_not_asked_for_ever() -> None:
     async def read(*_: Any) -> list[Position]:
-        raise TooManyDeleted("cassandra: tombstones")
+        raise TooManyTombstones("cassandra: tombstones")
 
-    with pytest.raises(TooManyDeleted):
-        await Ranges(read).between(None, 0, BEFORE_ALL, 100, 10)
+    with pytest.raises(TooManyTombstones):
+        await RangeReader(read).between(None, 0, BEFORE_ALL, 100, 10)
 
 
 class Deleted:
@@ -147,7 +147,7 @@ class Deleted:
 
     def __init__(self, timers: list[Timer]) -> None:
         self.living = {timer.position: timer for timer in timers}
-        gone = {place._replace(uuid_low=place.uuid_low + n) for place in self.living for n in (1, 2, 3)}
+        gone = {position._replace(uuid_low=position.uuid_low + n) for position in self.living for n in (1, 2, 3)}
         self.partition = Partition(set(self.living), gone, deleted_max=4)
 
     async def read(self, statement: Any, shard_id: int, *values: int) -> list[Any]:
@@ -157,8 +157,8 @@ class Deleted:
 @pytest.mark.parametrize("limit", [1, 7, 1_000])
 async def test_a_page_is_not_kept_waiting_for_all_that_was_deleted_and_nothing_is_missed(limit: int) -> None:
     timers = sorted((make_timer(f"n-{n}", 50_000) for n in range(40)), key=lambda timer: timer.position)
-    line = Deleted(timers)
-    reader = Reader(line, Said())  # type: ignore[arg-type]
+    client = Deleted(timers)
+    reader = Reader(client, Said())  # type: ignore[arg-type]
     found: list[Timer] = []
     after: Position | None = end_of(49_999)  # the first reads only find out how narrow a range must be
     pages = 0
@@ -172,7 +172,7 @@ async def test_a_page_is_not_kept_waiting_for_all_that_was_deleted_and_nothing_i
         pages += 1
     assert found == timers
     assert pages > 2
-    assert line.partition.reads < 20 * pages
+    assert client.partition.reads < 20 * pages
 
 
 class Ids:
@@ -188,7 +188,7 @@ class Ids:
             if len(found) == limit:
                 return found
             if 2 * len(found) > self.deleted_max:
-                raise TooManyDeleted("cassandra: tombstones")
+                raise TooManyTombstones("cassandra: tombstones")
         return found
 
 

@@ -20,7 +20,7 @@ def test_hosts_ports_user_password_and_keyspace_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "hosts"),
+    ("positions", "hosts"),
     [
         ("one", [("one", 9042)]),
         ("one:1,two:2", [("one", 1), ("two", 2)]),
@@ -28,8 +28,8 @@ def test_hosts_ports_user_password_and_keyspace_are_read() -> None:
         ("[::1]:7,10.0.0.1", [("::1", 7), ("10.0.0.1", 9042)]),
     ],
 )
-def test_a_port_after_the_last_host_is_that_of_all_that_have_none(places: str, hosts: list[tuple[str, int]]) -> None:
-    assert list(address_of(f"cassandra://{places}/k").hosts) == hosts
+def test_a_port_after_the_last_host_is_that_of_all_that_have_none(positions: str, hosts: list[tuple[str, int]]) -> None:
+    assert list(address_of(f"cassandra://{positions}/k").hosts) == hosts
 
 
 def test_the_options_are_known_by_name() -> None:
@@ -41,9 +41,9 @@ def test_the_options_are_known_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "expected"),
     [
-        ("cassandra://h/k?replicas=3", r"'replicas', which is not known; known are consistency, datacenter, replica"),
+        ("cassandra://h/k?replicas=3", r"unknown option 'replicas'; allowed are consistency, datacenter, replica"),
         ("cassandra://h/", "names no keyspace"),
         ("cassandra://h", "names no keyspace"),
         ("cassandra://h/a-b", "names no keyspace"),
@@ -52,16 +52,16 @@ def test_the_options_are_known_by_name() -> None:
         ("cassandra://,h/k", "names no host"),
         ("cassandra://me:a@b@h/k", "%40"),
         ("cassandra://me:a#b@h/k", "%23"),
-        ("cassandra://h/k?consistency=one", "has consistency=one; known are quorum, local_quorum"),
-        ("cassandra://h/k?consistency=local_quorum", "of which datacenter"),
-        ("cassandra://h/k?sslmode=prefer", "has sslmode=prefer; known are disable"),
+        ("cassandra://h/k?consistency=one", "has consistency=one; allowed are quorum, local_quorum"),
+        ("cassandra://h/k?consistency=local_quorum", "without a datacenter"),
+        ("cassandra://h/k?sslmode=prefer", "has sslmode=prefer; allowed are disable"),
         ("cassandra://h/k?replication=0", "has replication=0"),
         ("cassandra://h/k?replication=dc1:3", "has replication=dc1:3"),
         ("cassandra://h/k?replication", "cannot be read"),
     ],
 )
-def test_what_is_wrong_is_named(url: str, said: str) -> None:
-    with pytest.raises(SetupError, match=said) as error:
+def test_an_error_says_what_is_wrong_with_the_url(url: str, expected: str) -> None:
+    with pytest.raises(SetupError, match=expected) as error:
         address_of(url)
     assert error.value.field == "store.url"
 

@@ -1,4 +1,4 @@
-"""DynamoDB's clock, of which only whole seconds are told: what can be known of it, and how soon."""
+"""DynamoDB's clock, which reports whole seconds only: how exactly and how soon it is known."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import random
 
 from duetime.stores.dynamodb.clock import NARROWEST_MS, ServerClock
 
-AHEAD_MS = 1_700_000_000_123  # of the service's clock, before our boot clock
+AHEAD_MS = 1_700_000_000_123  # difference of the service's clock to our boot clock
 
 
 def ask(clock: ServerClock, at_ms: int, took_ms: int = 8, ahead_ms: int = AHEAD_MS, answered_after_ms: int = 4) -> None:
     date_ms = (at_ms + answered_after_ms + ahead_ms) // 1_000 * 1_000
-    clock.saw(date_ms, at_ms, at_ms + took_ms)
+    clock.observe(date_ms, at_ms, at_ms + took_ms)
 
 
-def test_one_answer_tells_it_to_half_a_second() -> None:
+def test_after_one_answer_the_error_is_at_most_half_a_second() -> None:
     for at_ms in range(0, 2_000, 7):
         clock = ServerClock()
         assert not clock.is_known
@@ -23,7 +23,7 @@ def test_one_answer_tells_it_to_half_a_second() -> None:
         assert abs(clock.now_ms(at_ms) - (at_ms + AHEAD_MS)) <= 505
 
 
-def test_heartbeats_twice_a_second_soon_tell_it_much_closer() -> None:
+def test_after_heartbeats_twice_a_second_the_error_is_much_smaller() -> None:
     rng = random.Random(1)
     for _ in range(50):
         clock, at_ms = ServerClock(), rng.randrange(1_000)
@@ -34,7 +34,7 @@ def test_heartbeats_twice_a_second_soon_tell_it_much_closer() -> None:
         assert abs(clock.now_ms(at_ms) - (at_ms + AHEAD_MS)) <= 80
 
 
-def test_it_is_never_further_off_than_it_says_whatever_the_answers_are_like() -> None:
+def test_the_error_is_never_larger_than_the_reported_width() -> None:
     rng = random.Random(2)
     for _ in range(200):
         clock, at_ms = ServerClock(), 0
@@ -54,7 +54,7 @@ def test_a_clock_that_drifts_is_followed() -> None:
     assert abs(clock.now_ms(at_ms) - (at_ms + ahead_ms)) < 100
 
 
-def test_a_clock_that_is_set_is_followed_within_some_answers() -> None:
+def test_a_clock_that_jumps_is_followed_within_some_answers() -> None:
     for jump_ms in (-7_000, -600, 600, 7_000):
         clock = ServerClock()
         for at_ms in range(0, 60_000, 507):
@@ -64,7 +64,7 @@ def test_a_clock_that_is_set_is_followed_within_some_answers() -> None:
         assert abs(clock.now_ms(at_ms) - (at_ms + AHEAD_MS + jump_ms)) < 100
 
 
-def test_servers_that_differ_a_little_do_not_make_it_jump() -> None:
+def test_small_differences_between_servers_do_not_make_the_clock_jump() -> None:
     clock, rng = ServerClock(), random.Random(3)
     for at_ms in range(0, 60_000, 107):
         ask(clock, at_ms)

@@ -1,4 +1,4 @@
-"""What DynamoDB's errors mean: not applied, perhaps later, or nobody knows."""
+"""What DynamoDB's errors mean: not applied, worth repeating, or an unknown outcome."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from botocore.model import ServiceModel
 from botocore.parsers import ResponseParserError
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreThrottled, StoreUnavailable
-from duetime.stores.dynamodb.connection import address_of
-from duetime.stores.dynamodb.errors import VERDICTS, Verdict, judged, setup_error, store_error
+from duetime.stores.dynamodb.address import address_of
+from duetime.stores.dynamodb.errors import ERROR_MEANINGS, ErrorMeaning, meaning_of, setup_error, store_error
 
 LABEL = address_of("dynamodb://key:hunter2@us-east-1/timers").label
 OPERATIONS = (
@@ -37,34 +37,34 @@ def test_every_error_that_the_service_describes_is_listed() -> None:
     model = ServiceModel(create_loader().load_service_model("dynamodb", "service-2"))
     described = {shape.name for name in OPERATIONS for shape in model.operation_model(name).error_shapes}
     assert len(described) > 10
-    # Of the replication to other services, which no operation of ours takes part in.
-    assert described - {"InvalidEndpointException", "PolicyNotFoundException"} <= set(VERDICTS)
+    # These two concern replication to other services, which none of our operations uses.
+    assert described - {"InvalidEndpointException", "PolicyNotFoundException"} <= set(ERROR_MEANINGS)
 
 
-def test_only_the_fence_of_a_transaction_says_that_a_shard_is_lost_and_conditions_go_to_who_made_them() -> None:
-    assert judged(_cancelled("ConditionalCheckFailed", "None")) is Verdict.CONDITION
-    assert judged(_cancelled("None", "ConditionalCheckFailed", "TransactionConflict")) is Verdict.CONDITION
-    assert judged(_raised("ConditionalCheckFailedException")) is Verdict.CONDITION
+def test_a_failed_condition_is_reported_as_such_in_and_outside_transactions() -> None:
+    assert meaning_of(_cancelled("ConditionalCheckFailed", "None")) is ErrorMeaning.CONDITION
+    assert meaning_of(_cancelled("None", "ConditionalCheckFailed", "TransactionConflict")) is ErrorMeaning.CONDITION
+    assert meaning_of(_raised("ConditionalCheckFailedException")) is ErrorMeaning.CONDITION
 
 
 @pytest.mark.parametrize("reason", ["TransactionConflict", "ThrottlingError", "ProvisionedThroughputExceeded"])
-def test_a_transaction_that_is_in_the_way_or_too_much_is_worth_another_try(reason: str) -> None:
-    assert judged(_cancelled("None", reason)) is Verdict.BUSY
+def test_a_conflicting_or_throttled_transaction_is_busy(reason: str) -> None:
+    assert meaning_of(_cancelled("None", reason)) is ErrorMeaning.BUSY
 
 
 @pytest.mark.parametrize("reason", ["ItemCollectionSizeLimitExceeded", "ValidationError", "AccessDenied", "Whatever"])
-def test_a_transaction_cancelled_for_another_reason_was_not_applied_either(reason: str) -> None:
+def test_a_transaction_cancelled_for_another_reason_was_not_applied(reason: str) -> None:
     error = _cancelled("None", reason)
-    assert judged(error) is Verdict.REFUSED
-    assert type(store_error(error, judged(error), in_doubt=False)) is StoreUnavailable
+    assert meaning_of(error) is ErrorMeaning.REJECTED
+    assert type(store_error(error, meaning_of(error), may_be_applied=False)) is StoreUnavailable
 
 
 @pytest.mark.parametrize("code", ["ThrottlingException", "RequestLimitExceeded", "TransactionConflictException"])
-def test_throttling_is_not_applied_unless_an_earlier_attempt_was(code: str) -> None:
+def test_throttling_means_not_applied_unless_an_earlier_attempt_may_be(code: str) -> None:
     error = _raised(code)
-    assert judged(error) is Verdict.BUSY
-    assert type(store_error(error, Verdict.BUSY, in_doubt=False)) is StoreThrottled
-    assert type(store_error(error, Verdict.BUSY, in_doubt=True)) is OutcomeUnknown
+    assert meaning_of(error) is ErrorMeaning.BUSY
+    assert type(store_error(error, ErrorMeaning.BUSY, may_be_applied=False)) is StoreThrottled
+    assert type(store_error(error, ErrorMeaning.BUSY, may_be_applied=True)) is OutcomeUnknown
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_throttling_is_not_applied_unless_an_earlier_attempt_was(code: str) -> N
         RuntimeError("a bug"),
     ],
 )
-def test_everything_else_that_may_have_arrived_is_of_unknown_outcome(error: Exception) -> None:
-    assert judged(error) is Verdict.MAYBE
+def test_all_other_errors_have_an_unknown_outcome(error: Exception) -> None:
+    assert meaning_of(error) is ErrorMeaning.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_everything_else_that_may_have_arrived_is_of_unknown_outcome(error: Exce
         aws.CredentialRetrievalError(provider="x", error_msg="y"),
     ],
 )
-def test_what_never_got_there_was_not_applied(error: Exception) -> None:
-    assert judged(error) is Verdict.AWAY
-    assert type(store_error(error, Verdict.AWAY, in_doubt=False)) is StoreUnavailable
+def test_a_request_that_was_never_sent_was_not_applied(error: Exception) -> None:
+    assert meaning_of(error) is ErrorMeaning.UNREACHABLE
+    assert type(store_error(error, ErrorMeaning.UNREACHABLE, may_be_applied=False)) is StoreUnavailable
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "expected"),
     [
         (_raised("UnrecognizedClientException"), "credentials"),
         (_raised("InvalidSignatureException"), "clock"),
@@ -125,10 +125,10 @@ def test_what_never_got_there_was_not_applied(error: Exception) -> None:
         (aws.SSLError(endpoint_url="x", error="certificate"), "TLS"),
     ],
 )
-def test_what_cannot_work_is_said_at_the_start_without_the_secret(error: Exception, says: str) -> None:
+def test_setup_errors_say_what_to_do_and_do_not_contain_the_secret(error: Exception, expected: str) -> None:
     said = setup_error(LABEL, error)
     assert isinstance(said, SetupError)
-    assert says in said.detail
+    assert expected in said.detail
     assert "hunter2" not in said.detail
 
 

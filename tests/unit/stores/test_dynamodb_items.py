@@ -1,4 +1,4 @@
-"""Items of DynamoDB: their keys order as timers do, and what goes in comes out."""
+"""Items of DynamoDB: their keys have the order of timers, and items decode to what was encoded."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ ENDS = st.builds(
 
 
 @given(POSITIONS, POSITIONS)
-def test_positions_order_as_bytes(one: Position, two: Position) -> None:
+def test_positions_have_the_order_of_their_bytes(one: Position, two: Position) -> None:
     first, second = (items.position_bytes(items.TIMER, position) for position in (one, two))
     assert (first < second) == (one < two)
-    assert (items.after(items.TIMER, one) <= second) == (one < two), "the bound behind a position is exclusive"
+    assert (items.after(items.TIMER, one) <= second) == (one < two), "the bound after a position excludes it"
     assert (second <= items.up_to(items.TIMER, one.execute_at_ms)) == (two.execute_at_ms <= one.execute_at_ms)
     assert (second <= items.before(items.TIMER, one.execute_at_ms)) == (two.execute_at_ms < one.execute_at_ms)
 
 
 @given(POSITIONS, POSITIONS)
-def test_ended_ones_stand_behind_all_timers(one: Position, two: Position) -> None:
+def test_reached_rows_sort_after_all_timers(one: Position, two: Position) -> None:
     assert items.after(items.TIMER, one) < items.position_bytes(items.REACHED, two)
 
 
 @given(ENDS, ENDS)
-def test_of_the_ends_of_a_timer_the_newest_is_last_and_the_timer_behind_them(one: Reached, two: Reached) -> None:
+def test_the_newest_reached_row_sorts_last_and_the_timer_after_it(one: Reached, two: Reached) -> None:
     ages = [(end.timer.generation, end.reached_at_ms, end.position) for end in (one, two)]
     keys = [items.reached_key(end) for end in (one, two)]
     assert (keys[0] < keys[1]) == (ages[0] < ages[1])
@@ -49,8 +49,8 @@ def test_of_the_ends_of_a_timer_the_newest_is_last_and_the_timer_behind_them(one
 
 
 @given(st.builds(TimerKey, NAMES, NAMES), st.builds(TimerKey, NAMES, NAMES))
-def test_no_timer_is_among_the_ends_of_another(one: TimerKey, two: TimerKey) -> None:
-    assert items.timer_key(one).startswith(items.ends_of(two)) == (one == two)
+def test_the_key_prefix_of_a_timer_matches_no_other_timer(one: TimerKey, two: TimerKey) -> None:
+    assert items.timer_key(one).startswith(items.key_prefix(two)) == (one == two)
     assert len(items.timer_key(one)) <= 1_024
 
 
@@ -59,7 +59,7 @@ def test_the_longest_names_fit_a_key() -> None:
     assert len(items.reached_key(make_reached(timer))) <= 1_024
 
 
-def test_a_payload_is_stored_as_it_is_beside_the_row() -> None:
+def test_a_payload_is_stored_unescaped_in_its_own_attribute() -> None:
     timer = make_timer(payload='{"a": "\\"quoted\\""}')
     item = items.timer_item(3, timer)
     assert item["timer_payload"] == {"S": timer.payload}

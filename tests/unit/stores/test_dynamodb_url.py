@@ -1,4 +1,4 @@
-"""The DynamoDB URL: what is read from it, and what is said of a mistake."""
+"""The DynamoDB URL: its parts, and the errors for mistakes in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from duetime.errors import SetupError
-from duetime.stores.dynamodb.connection import address_of
+from duetime.stores.dynamodb.address import address_of
 
 
 def test_a_region_and_a_prefix_are_all_that_is_needed_on_aws() -> None:
@@ -25,7 +25,7 @@ def test_the_region_may_be_left_to_the_environment() -> None:
     assert address.label == "dynamodb of the default region/duetime"
 
 
-def test_a_stand_in_has_an_endpoint_and_credentials_of_no_worth() -> None:
+def test_an_emulator_has_an_endpoint_and_dummy_credentials() -> None:
     address = address_of("dynamodb://test:t%2Fst@us-east-1/duetime?endpoint=http://127.0.0.1:8000/")
     assert (address.access_key, address.secret_key) == ("test", "t/st")
     assert address.endpoint == "http://127.0.0.1:8000"
@@ -44,7 +44,7 @@ def test_provisioned_units_have_a_default_and_may_be_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "expected"),
     [
         ("dynamodb://us-east-1/d?region=x", "'region'"),
         ("dynamodb://us-east-1/d?sslmode=require", "'sslmode'"),
@@ -55,9 +55,9 @@ def test_provisioned_units_have_a_default_and_may_be_given() -> None:
         ("dynamodb://us-east-1/ümlaut", "PREFIX"),
         ("dynamodb://127.0.0.1:8000/d", "?endpoint="),
         ("dynamodb://dynamodb.us-east-1.amazonaws.com/d", "?endpoint="),
-        ("dynamodb://key@us-east-1/d", "half of a pair"),
-        ("dynamodb://key:@us-east-1/d", "half of a pair"),
-        ("dynamodb://key:hunter2@us-east-1/d?profile=p", "one of them"),
+        ("dynamodb://key@us-east-1/d", "both access key and secret"),
+        ("dynamodb://key:@us-east-1/d", "both access key and secret"),
+        ("dynamodb://key:hunter2@us-east-1/d?profile=p", "only one of them"),
         ("dynamodb://us-east-1/d?endpoint=127.0.0.1:8000", "endpoint="),
         ("dynamodb://us-east-1/d?endpoint=ftp://h", "endpoint="),
         ("dynamodb://us-east-1/d?endpoint=http://u:hunter2@h", "endpoint="),
@@ -69,10 +69,10 @@ def test_provisioned_units_have_a_default_and_may_be_given() -> None:
         ("dynamodb://key:hunter2/x@us-east-1/d", "%2F"),
     ],
 )
-def test_a_mistake_is_named(url: str, says: str) -> None:
+def test_a_mistake_is_named(url: str, expected: str) -> None:
     with pytest.raises(SetupError, match=r"store\.url") as caught:
         address_of(url)
-    assert says in caught.value.detail
+    assert expected in caught.value.detail
     assert "hunter2" not in caught.value.detail
 
 

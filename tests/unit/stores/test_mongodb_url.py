@@ -1,4 +1,4 @@
-"""The URL of a MongoDB store: what it may say, and what it must not."""
+"""The URL of a MongoDB store: what is allowed, and the errors for mistakes in it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 
 from duetime.errors import SetupError
 from duetime.store import open_store
-from duetime.stores.mongodb.connection import address_of, connect
+from duetime.stores.mongodb.address import address_of
+from duetime.stores.mongodb.connection import connect
 from duetime.stores.mongodb.store import MongoStore
 
 
 @pytest.mark.parametrize("scheme", ["mongodb", "mongodb+srv"])
-def test_both_schemes_open_a_mongo_store_without_asking_anybody(scheme: str) -> None:
+def test_both_schemes_make_a_mongo_store_without_a_network_request(scheme: str) -> None:
     assert isinstance(open_store(f"{scheme}://cluster.example.com/db"), MongoStore)
 
 
@@ -31,13 +32,13 @@ def test_both_schemes_open_a_mongo_store_without_asking_anybody(scheme: str) -> 
         "mongodb://h/db?readPreference=primary&readConcernLevel=majority&journal=true",
     ],
 )
-def test_urls_as_people_have_them_are_taken_as_they_are(url: str) -> None:
+def test_common_urls_are_passed_to_the_driver_unchanged(url: str) -> None:
     address = address_of(url)
     assert (address.uri, address.database) == (url, "db")
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "expected"),
     [
         ("mongodb://h", "names no database"),
         ("mongodb://h/", "names no database"),
@@ -48,28 +49,28 @@ def test_urls_as_people_have_them_are_taken_as_they_are(url: str) -> None:
         ("mongodb://h/db?maxPoolSize=5", "'maxPoolSize'"),
         ("mongodb://h/db?timeoutMS=5", "'timeoutMS'"),
         ("mongodb://h/db?socketTimeoutMS=5", "'socketTimeoutMS'"),
-        ("mongodb://h/db?w=1", "w=1: it is always majority"),
+        ("mongodb://h/db?w=1", "w=1: only majority is allowed"),
         ("mongodb://h/db?journal=false", "journal=false"),
-        ("mongodb://h/db?readPreference=secondaryPreferred", "always primary"),
-        ("mongodb://h/db?tls=yes", "make no sense"),
-        ("mongodb://h/db?tls=true&tls=false", "make no sense"),
-        ("mongodb://h/db?tls=true&ssl=false", "make no sense"),
-        ("mongodb://h/db?connectTimeoutMS=soon", "make no sense"),
-        ("mongodb://h/db?tlsCAFile=/no/such/file.pem", "make no sense"),
+        ("mongodb://h/db?readPreference=secondaryPreferred", "only primary is allowed"),
+        ("mongodb://h/db?tls=yes", "has invalid options"),
+        ("mongodb://h/db?tls=true&tls=false", "has invalid options"),
+        ("mongodb://h/db?tls=true&ssl=false", "has invalid options"),
+        ("mongodb://h/db?connectTimeoutMS=soon", "has invalid options"),
+        ("mongodb://h/db?tlsCAFile=/no/such/file.pem", "has invalid options"),
         ("mongodb://h:70000000/db", "cannot be read"),
         ("mongodb://u:p:w@h/db", "cannot be read"),
         ("mongodb://u:p#w@h/db", "%23"),
         ("mongodb://u:p@w@h/db", "%40"),
     ],
 )
-def test_a_mistake_is_named(url: str, says: str) -> None:
+def test_a_mistake_is_named(url: str, expected: str) -> None:
     with pytest.raises(SetupError, match=r"store\.url") as caught:
         address_of(url)
-    assert says in caught.value.detail
+    assert expected in caught.value.detail
     assert caught.value.field == "store.url"
 
 
-def test_a_password_is_in_no_label_and_in_no_complaint() -> None:
+def test_a_password_is_in_no_label_and_in_no_error() -> None:
     assert address_of("mongodb://u:secret@h:1,i:2/db").label == "h:1,i:2/db"
     for url in ("mongodb://u:secret@h:1x/db", "mongodb://u:sec:ret@h/db", "mongodb://u:secret@h/db?tls=no"):
         with pytest.raises(SetupError) as caught:
@@ -77,7 +78,7 @@ def test_a_password_is_in_no_label_and_in_no_complaint() -> None:
         assert "sec" not in caught.value.detail
 
 
-async def test_what_the_promise_needs_is_set_whatever_the_url_says(tmp_path: Path) -> None:
+async def test_concerns_and_retries_are_set_whatever_the_url_says(tmp_path: Path) -> None:
     client = connect(address_of("mongodb://h/db?retryWrites=true&retryReads=true&appName=shop"), 7)
     options = client.options
     assert (options.retry_writes, options.retry_reads) == (False, False)

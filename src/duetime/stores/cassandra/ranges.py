@@ -1,7 +1,7 @@
-"""Reads from Cassandra over a range of positions, whatever was deleted in it.
+"""Reads a range of positions from Cassandra, even if very many rows in it were deleted.
 
-A deleted row stays for days as a tombstone. A read that meets 100,000 of them is given up by the server, and would be
-again; a narrower one meets fewer.
+A deleted row stays for days as a tombstone. The server gives up a read that meets 100,000 tombstones, every time. A
+read of a narrower range meets fewer.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from duetime.domain.timer import Position
-from duetime.stores.cassandra.address import TooManyDeleted
+from duetime.stores.cassandra.errors import TooManyTombstones
 from duetime.stores.rows import LARGEST, Row
 
-__all__ = ["Ranges", "end_of"]
+__all__ = ["RangeReader", "end_of"]
 
-NARROWER: Final = 8  # times, where a range has too many tombstones
-WIDER: Final = 2  # times, behind a range that was read
-WIDEST: Final = 1 << 176  # thousands of years: whatever is asked for
+NARROWER: Final = 8  # divides the width of a range that has too many tombstones
+WIDER: Final = 2  # multiplies the width after a range that was read
+WIDEST: Final = 1 << 176  # thousands of years: any range
 
 
-class Ranges:
-    """Of each shard it is remembered how narrow a range has to be, or every page would find it out anew."""
+class RangeReader:
+    """Remembers for each shard how narrow a range has to be; otherwise every page would have to find it out again."""
 
     def __init__(self, read: Callable[..., Awaitable[Sequence[Row]]]) -> None:
         self._read = read
@@ -30,9 +30,9 @@ class Ranges:
     async def between(
         self, statement: Any, shard_id: int, after: Position, until_ms: int, count: int, reads_max: int | None = None
     ) -> tuple[list[Row], Position | None]:
-        """The first `count` rows of a shard behind `after` and not behind `until_ms`; all of them if there are fewer.
+        """The first `count` rows of a shard after `after` and due by `until_ms`; all of them if there are fewer.
 
-        If that would take more than `reads_max` reads: what these have found, and up to where.
+        If that takes more than `reads_max` reads: the rows found so far, and the position up to which was read.
         """
         rows: list[Row] = []
         start, end = _number_of(after), _number_of(end_of(until_ms))
@@ -46,7 +46,7 @@ class Ranges:
                 rows += await self._read(
                     statement, shard_id, *_position_of(start), *_position_of(upto), count - len(rows)
                 )
-            except TooManyDeleted:
+            except TooManyTombstones:
                 if upto - start == 1:
                     raise
                 self._widths[shard_id] = max(1, (upto - start) // NARROWER)
@@ -62,11 +62,11 @@ class Ranges:
 
 
 def end_of(ms: int) -> Position:
-    """Behind everything that is due by then."""
+    """The position after every timer that is due by then."""
     return Position(ms, LARGEST, LARGEST)
 
 
-# A position as one number, so that there is a middle between any two: timers due at the same moment are apart, too.
+# A position as one number, so that a range can be divided, also between timers that are due at the same time.
 _MIDDLE: Final = 1 << 63
 _HALF: Final = (1 << 64) - 1
 

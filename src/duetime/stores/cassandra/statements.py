@@ -1,9 +1,9 @@
-"""What is said to Cassandra, and how its rows read. schema/cassandra says what the rows are.
+"""CQL statements, and the meaning of their rows. The files in migrations/ describe the tables.
 
-Times travel as milliseconds both ways. A column that has no value is left unset, for a null is a tombstone; only where
-a row is overwritten in place are nulls said, or what stood there would remain.
+Times are milliseconds in both directions. A column without a value is left unset, because a null is a tombstone. Only
+where a row is overwritten in place are nulls written; otherwise the old values would remain.
 """
-# ruff: noqa: S608 (texts are put together from names of our own and a checked keyspace)
+# ruff: noqa: S608 (texts are built from constants and a checked keyspace)
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = [
     "REACHED",
     "TIMER",
     "UNSET",
-    "Floors",
     "Key",
+    "LowerBounds",
     "Statements",
-    "floors_of",
     "id_row",
-    "place_in",
+    "lower_bounds_of",
+    "position_in",
     "reached_id_row",
     "shard_key",
     "shard_row",
@@ -38,13 +38,14 @@ UNSET: Final = UNSET_VALUE
 SHARD, TIMER, REACHED, TIMER_OF_ID, REACHED_OF_ID = 1, 2, 3, 4, 5
 
 Key = tuple[int, int, int, int, bytes]
-"""Of a row in its partition: row type, time, the two halves of a uuid, order."""
+"""The key of a row in its partition: row type, time, the two halves of a uuid, order."""
 
 shard_key: Final[Key] = (SHARD, 0, 0, 0, b"")
 
 
 def id_row(key: TimerKey) -> Key:
-    """Where the place of a timer is written. Not the timer's own uuid: what is asked for by key has only the key."""
+    """The row that has the position of a timer. Its uuid is made from the key, not the timer's own: a read by key has
+    only the key."""
     return (TIMER_OF_ID, 0, *uuid_of(key.namespace, key.timer_id), b"")
 
 
@@ -52,15 +53,16 @@ _order = Packing(">QQQQQ")
 _MIDDLE: Final = 1 << 63
 
 
-def reached_id_row(key: TimerKey, generation: int, reached_at_ms: int, place: Position) -> Key:
-    """Where the place of a reached timer is written: among those of its id in the order of generations and times."""
-    order = _order.pack(*(number + _MIDDLE for number in (generation, reached_at_ms, *place)))
+def reached_id_row(key: TimerKey, generation: int, reached_at_ms: int, position: Position) -> Key:
+    """The row that has the position of a reached timer: among those of its id, in the order of generations and
+    times."""
+    order = _order.pack(*(number + _MIDDLE for number in (generation, reached_at_ms, *position)))
     return (REACHED_OF_ID, 0, *uuid_of(key.namespace, key.timer_id), order)
 
 
-def place_in(order: bytes) -> Position:
-    _, _, *place = _order.unpack(order)
-    return Position(*(number - _MIDDLE for number in place))
+def position_in(order: bytes) -> Position:
+    _, _, *position = _order.unpack(order)
+    return Position(*(number - _MIDDLE for number in position))
 
 
 def without_nulls(values: tuple[Any, ...]) -> list[Any]:
@@ -79,7 +81,7 @@ _BACKWARDS: Final = "ORDER BY " + ", ".join(f"{name} DESC" for name in _KEY.spli
 
 
 class Statements(NamedTuple):
-    """Each prepared, under the name of its text."""
+    """The prepared statements, under the names of their texts."""
 
     # shards
     shard_count: Any
@@ -89,15 +91,15 @@ class Statements(NamedTuple):
     shards: Any
     claim: Any
     release: Any
-    # what a fenced batch is made of: the fence is its first
+    # parts of a fenced batch: the fence is the first
     fence: Any
     put_timer: Any
     put_reached: Any
-    put_place: Any
-    put_reached_place: Any
-    drop: Any
-    drop_reached: Any
-    # what is looked at before
+    put_position: Any
+    put_reached_position: Any
+    delete_row: Any
+    delete_reached: Any
+    # reads before a fenced batch
     before: Any
     first_timer: Any
     expired: Any
@@ -109,7 +111,7 @@ class Statements(NamedTuple):
     # members and namespaces
     now: Any
     join: Any
-    beat: Any
+    heartbeat: Any
     member: Any
     members: Any
     mark_dead: Any
@@ -134,7 +136,7 @@ def texts(keyspace: str) -> dict[str, str]:
         "shards": f"SELECT {_SHARD_COLUMNS} FROM {timers} WHERE shard_id IN ? AND row_type = {SHARD}",
         "claim": f"""UPDATE {timers} SET shard_version = ?, shard_nonce = ?, shard_owner_id = ?,
             shard_owner_address = ?, shard_claimed_at = ? WHERE {_SHARD_ROW} IF shard_version = ?""",
-        # A free shard has no nonce: no fence is equal to that.
+        # A free shard has no nonce, so no fence matches it.
         "release": f"""UPDATE {timers} SET shard_nonce = null, shard_owner_id = null, shard_owner_address = null,
             shard_claimed_at = null WHERE {_SHARD_ROW} {_FENCE}""",
         "fence": f"""UPDATE {timers} SET shard_nonce = ?, shard_low_water_at = ?, shard_low_water_high = ?,
@@ -143,12 +145,12 @@ def texts(keyspace: str) -> dict[str, str]:
             VALUES (?, {TIMER}, 0x, {ROW_FORMAT}, {_marks(TIMER_COLUMNS)})""",
         "put_reached": f"""INSERT INTO {timers} (shard_id, row_type, row_order, row_format, {reached_columns})
             VALUES (?, {REACHED}, 0x, {ROW_FORMAT}, {_marks(REACHED_COLUMNS)})""",
-        "put_place": f"""INSERT INTO {timers} (shard_id, {_KEY}, timer_own_execute_at, timer_own_uuid_high,
+        "put_position": f"""INSERT INTO {timers} (shard_id, {_KEY}, timer_own_execute_at, timer_own_uuid_high,
             timer_own_uuid_low) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)""",
-        "put_reached_place": f"INSERT INTO {timers} (shard_id, {_KEY}) VALUES (?, ?, ?, ?, ?, ?)",
-        "drop": f"""DELETE {of_shard} = ? AND timer_execute_at = ? AND timer_uuid_high = ? AND timer_uuid_low = ?
+        "put_reached_position": f"INSERT INTO {timers} (shard_id, {_KEY}) VALUES (?, ?, ?, ?, ?, ?)",
+        "delete_row": f"""DELETE {of_shard} = ? AND timer_execute_at = ? AND timer_uuid_high = ? AND timer_uuid_low = ?
             AND row_order = ?""",
-        "drop_reached": f"DELETE {of_shard} = {REACHED} AND {_POSITION} <= (?, ?, ?)",
+        "delete_reached": f"DELETE {of_shard} = {REACHED} AND {_POSITION} <= (?, ?, ?)",
         "before": f"""SELECT row_type, timer_uuid_high, timer_uuid_low, {_ms("timer_own_execute_at")},
             timer_own_uuid_high, timer_own_uuid_low, shard_version, shard_nonce, {_ms("shard_timers_from")},
             {_ms("shard_reached_from")} FROM {timers} WHERE shard_id = ? AND ({_KEY}) IN ?""",
@@ -165,7 +167,7 @@ def texts(keyspace: str) -> dict[str, str]:
         "now": "SELECT toUnixTimestamp(now()) FROM system.local",
         "join": f"""INSERT INTO {members} (instance_id, address, counter, alive, joined_at, secret)
             VALUES (?, ?, ?, ?, ?, ?) IF NOT EXISTS""",
-        "beat": f"UPDATE {members} SET counter = ? WHERE instance_id = ? IF alive = true AND counter < ?",
+        "heartbeat": f"UPDATE {members} SET counter = ? WHERE instance_id = ? IF alive = true AND counter < ?",
         "member": f"SELECT {_MEMBER_COLUMNS} FROM {members} WHERE instance_id = ?",
         "members": f"SELECT {_MEMBER_COLUMNS} FROM {members}",
         "mark_dead": f"UPDATE {members} SET alive = false WHERE instance_id = ? IF alive = true AND counter = ?",
@@ -202,11 +204,11 @@ _MEMBER_COLUMNS: Final = f"instance_id, address, counter, alive, {_ms('joined_at
 # --- rows ----------------------------------------------------------------------------------------
 
 
-class Floors(NamedTuple):
-    """Before these times a shard holds no timer, and no reached one; None: nobody has looked yet.
+class LowerBounds(NamedTuple):
+    """Before these times a shard has no timer, and no reached timer. None: not known yet.
 
-    Rows that are gone leave tombstones, which have to be read over for days. Whoever reads from the beginning begins
-    here instead. Kept with every commit that goes below, and raised by those that find out.
+    Deleted rows leave tombstones, which reads have to pass for days. A read from the beginning starts here instead. A
+    commit that writes a row before a bound lowers it; a commit that finds no row after it raises it.
     """
 
     timers_from_ms: int | None
@@ -218,5 +220,5 @@ def shard_row(row: Row) -> ShardRow:
     return ShardRow(row[0], row[1], row[2] or 0, row[3], row[4], row[5] or 0, low_water)
 
 
-def floors_of(row: Row) -> Floors:
-    return Floors(row[9], row[10])
+def lower_bounds_of(row: Row) -> LowerBounds:
+    return LowerBounds(row[9], row[10])

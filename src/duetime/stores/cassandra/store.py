@@ -1,14 +1,14 @@
-"""CassandraStore: a cluster of machines of which some may fail, for any number of instances.
+"""CassandraStore: a Cassandra cluster, for any number of instances. Some of its nodes may fail.
 
-A shard is a partition. Every write is a lightweight transaction, and a commit is one for each of its shards, all at
-once; reads are quorum reads. Connections are kept apart by what may wait for what: the heartbeat, on which the right
-to fire depends, has its own, and so have lists, which may take long.
+A shard is a partition. Every write is a lightweight transaction. A commit is one lightweight transaction for each of
+its shards, all at the same time. Reads are quorum reads. Different kinds of work have their own connections, so that
+one does not wait for another: the heartbeat, which the lease depends on, and lists, which may take long.
 
-Cassandra does not tell when it has lost acknowledged writes (as it does if a majority of the replicas lost their
-disks, or crashed under `commitlog_sync: periodic`), so a heartbeat never answers FailedOver.
+Cassandra does not report when it has lost acknowledged writes (which happens if a majority of the replicas lose their
+disks, or crash with `commitlog_sync: periodic`), so a heartbeat never raises FailedOver.
 
-writes.py is the fence and what it guards, reads.py what is asked, statements.py the words,
-connection.py the connections, address.py the URL and the errors, schema.py the tables.
+address.py: the URL. connection.py: connections. errors.py: what errors mean. statements.py: CQL and rows.
+writes.py: fenced writes. reads.py and ranges.py: reads. schema.py: tables.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from duetime.store import (
     ShardRow,
 )
 from duetime.stores.background import BackgroundTasks
-from duetime.stores.cassandra import address, schema
-from duetime.stores.cassandra.address import Address
-from duetime.stores.cassandra.connection import Line, Link, connect
+from duetime.stores.cassandra import errors, schema  # errors first: it reports a missing driver
+from duetime.stores.cassandra.address import Address, address_of
+from duetime.stores.cassandra.connection import Client, Connection, connect
 from duetime.stores.cassandra.reads import Reader
 from duetime.stores.cassandra.statements import Statements, texts
 from duetime.stores.cassandra.writes import Writer
@@ -49,12 +49,12 @@ __all__ = ["CassandraStore", "wipe"]
 T = TypeVar("T")
 
 STATEMENT_SECONDS = 10.0
-MEMBERSHIP_SECONDS = 1.5  # half a lease: a heartbeat that hangs leaves time for another one, on a new connection
+MEMBERSHIP_SECONDS = 1.5  # half a lease: leaves time for a second heartbeat, on a new connection
 
 
 class CassandraStore:
-    # A message may be no longer than half a segment of the commit log: 16 MiB as Cassandra comes, 8 MiB where that was
-    # halved. A batch stays below whatever its characters are, four bytes each at most.
+    # A message may be at most half a segment of the commit log: 16 MiB by default, 8 MiB if the segment size was
+    # halved. A batch stays below that even if each character takes four bytes.
     capabilities = Capabilities(
         name="cassandra",
         batch_max=1_000,
@@ -69,9 +69,9 @@ class CassandraStore:
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        return cls(address.address_of(url))
+        return cls(address_of(url))
 
-    # -- life
+    # -- open and close
 
     async def migrate(self) -> None:
         await schema.migrate(self._address)
@@ -83,7 +83,7 @@ class CassandraStore:
         try:
             self._opened = await _Open.ready(self._address)
         except Exception as error:
-            raise address.setup_error(self._address, error) from error
+            raise errors.setup_error(self._address, error) from error
 
     async def close(self) -> None:
         opened, self._opened = self._opened, None
@@ -91,7 +91,7 @@ class CassandraStore:
             await opened.close()
 
     async def diagnose(self) -> list[str]:
-        """What a doctor says of the server, in plain sentences. Needs no open store."""
+        """Sentences about the server for `duetime doctor`. The store need not be open."""
         return await schema.diagnose(self._address)
 
     @property
@@ -104,19 +104,19 @@ class CassandraStore:
 
     @writing
     async def join(self, member: Member) -> None:
-        line, say = self._open.membership, self._open.say
+        client, statements = self._open.membership, self._open.statements
         at_first = (member.counter, member.alive, member.joined_at_ms, member.secret)
-        if await line.write(say.join, member.instance_id, member.address, *at_first):
+        if await client.write(statements.join, member.instance_id, member.address, *at_first):
             return
         if not await self._is_alive(member.instance_id):
             raise MemberDead(f"{member.instance_id} was declared dead")
 
     @writing
     async def heartbeat(self, instance_id: str, counter: int) -> int:
-        """The time is that of the node that was asked, taken while the counter is on its way."""
-        line, say = self._open.membership, self._open.say
+        """The time is read from one node, at the same time as the counter is written."""
+        client, statements = self._open.membership, self._open.statements
         raised, [[now_ms]] = await asyncio.gather(
-            line.write(say.beat, counter, instance_id, counter), line.read(say.now)
+            client.write(statements.heartbeat, counter, instance_id, counter), client.read(statements.now)
         )
         # Not raised: the member is dead, or a later heartbeat was applied first.
         if not raised and not await self._is_alive(instance_id):
@@ -124,30 +124,30 @@ class CassandraStore:
         return int(now_ms)
 
     async def _is_alive(self, instance_id: str) -> bool:
-        rows = await self._open.membership.read(self._open.say.member, instance_id)
+        rows = await self._open.membership.read(self._open.statements.member, instance_id)
         return any(row[3] for row in rows)
 
     @reading
     async def members(self) -> list[Member]:
-        rows = await self._open.data.read(self._open.say.members)
+        rows = await self._open.data.read(self._open.statements.members)
         return sorted((Member(*row) for row in rows), key=lambda member: member.instance_id)
 
     @writing
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
-        line, say = self._open.membership, self._open.say
-        if await line.write(say.mark_dead, instance_id, counter):
+        client, statements = self._open.membership, self._open.statements
+        if await client.write(statements.mark_dead, instance_id, counter):
             return True
         return not await self._is_alive(instance_id)
 
     @writing
     async def forget_member(self, instance_id: str) -> None:
-        await self._open.membership.write(self._open.say.forget, instance_id)
+        await self._open.membership.write(self._open.statements.forget, instance_id)
 
     # -- shards
 
     @writing
     async def ensure_shards(self, count: int) -> None:
-        """The rows first, then how many there are: nobody asks for more than that."""
+        """Write the rows first and the number of shards last: readers read only that many rows."""
         await self._open.outliving(self._ensure_shards(self._open, count))
 
     async def _ensure_shards(self, opened: _Open, count: int) -> None:
@@ -155,8 +155,8 @@ class CassandraStore:
         if known >= count:
             return
         await opened.writer.new_shards(range(known, count))
-        if not await opened.data.write(opened.say.first_shard_count, count):
-            await opened.data.write(opened.say.raise_shard_count, count, count)
+        if not await opened.data.write(opened.statements.first_shard_count, count):
+            await opened.data.write(opened.statements.raise_shard_count, count, count)
 
     @reading
     async def shards(self) -> list[ShardRow]:
@@ -196,56 +196,56 @@ class CassandraStore:
 
     @reading
     async def namespaces(self) -> list[Namespace]:
-        return namespaces_of(await self._open.data.read(self._open.say.namespaces))
+        return namespaces_of(await self._open.data.read(self._open.statements.namespaces))
 
     @writing
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
-        data, say = self._open.data, self._open.say
+        data, statements = self._open.data, self._open.statements
         name, revision, document = namespace.name, namespace.revision, as_json(namespace)
         if expected_revision is None:
-            return await data.write(say.new_namespace, name, revision, document)
-        return await data.write(say.change_namespace, revision, document, name, expected_revision)
+            return await data.write(statements.new_namespace, name, revision, document)
+        return await data.write(statements.change_namespace, revision, document, name, expected_revision)
 
 
 class _Open:
-    """What an open store works with."""
+    """The clients and statements of an open store."""
 
-    def __init__(self, say: Statements, data: Line, lists: Line, membership: Line) -> None:
-        self.say = say
+    def __init__(self, statements: Statements, data: Client, lists: Client, membership: Client) -> None:
+        self.statements = statements
         self.data = data
         self.membership = membership
-        self.writer = Writer(data, say)
-        self.reader = Reader(data, say)
-        self.lister = Reader(lists, say)
-        self._lines = (data, lists, membership)
-        self._begun = BackgroundTasks()
-        self.outliving = self._begun.outliving
+        self.writer = Writer(data, statements)
+        self.reader = Reader(data, statements)
+        self.lister = Reader(lists, statements)
+        self._clients = (data, lists, membership)
+        self._background = BackgroundTasks()
+        self.outliving = self._background.outliving
 
     @classmethod
     async def ready(cls, address: Address) -> _Open:
-        links: list[Link] = []
+        connections: list[Connection] = []
         async with contextlib.AsyncExitStack() as undo:
-            for briefly in (False, True, True):
-                link = await connect(address, briefly=briefly)
-                undo.push_async_callback(link.close)
-                links.append(link)
-            said = await links[0].prepare(texts(address.keyspace))
-            for link in links[1:]:
-                link.adopt(links[0].prepared)
+            for without_metadata in (False, True, True):
+                connection = await connect(address, without_metadata=without_metadata)
+                undo.push_async_callback(connection.close)
+                connections.append(connection)
+            prepared = await connections[0].prepare(texts(address.keyspace))
+            for connection in connections[1:]:
+                connection.adopt(connections[0].prepared)
             undo.pop_all()
         return cls(
-            Statements(**said),
-            Line(address, links[0], STATEMENT_SECONDS),
-            Line(address, links[1], STATEMENT_SECONDS),
-            Line(address, links[2], MEMBERSHIP_SECONDS, impatient=True),
+            Statements(**prepared),
+            Client(address, connections[0], STATEMENT_SECONDS),
+            Client(address, connections[1], STATEMENT_SECONDS),
+            Client(address, connections[2], MEMBERSHIP_SECONDS, reconnect_on_timeout=True),
         )
 
     async def close(self) -> None:
-        """After what is under way, unless that takes too long."""
-        await self._begun.close()
-        await asyncio.gather(*(line.close() for line in self._lines))
+        """Wait for work in progress, for a limited time, then close."""
+        await self._background.close()
+        await asyncio.gather(*(client.close() for client in self._clients))
 
 
 async def wipe(url: str) -> None:
-    """For tests: all rows."""
-    await schema.wipe(address.address_of(url))
+    """For tests: delete all rows."""
+    await schema.wipe(address_of(url))

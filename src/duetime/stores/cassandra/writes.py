@@ -1,21 +1,24 @@
 """Fenced writes to Cassandra: commits, claims, releases, purges.
 
-**The fence.** Every write to a partition is one conditional batch (a lightweight transaction): its first statement is
-`UPDATE … IF shard_version = ? AND shard_nonce = ?` on the shard row, the others write timer rows. Conditional writes of
-one partition are agreed on one after the other, by Paxos, so the batch happens whole at a moment when the fence holds,
-or not at all. No other kind of write is ever made: plain writes get their timestamps elsewhere, and could undo these.
+**The fence.** Every write to a partition is one conditional batch (a lightweight transaction). Its first statement is
+`UPDATE … IF shard_version = ? AND shard_nonce = ?` on the shard row; the others write timer rows. Paxos decides the
+conditional writes of one partition one after the other. So the whole batch is applied while the fence is valid, or
+nothing of it is applied. No other kind of write is used: plain writes get their timestamps in another way, and could
+undo conditional ones.
 
-**After a claim** a plain quorum read sees everything that the former owner's writes will ever have done. The claim is a
-round on the same partition. To begin it, a majority promises to accept nothing older; whatever one of them had accepted
-before is completed first, and all of them are brought up to the last commit. A write that no majority had accepted can
-find none any more; one that some lone replica accepted is older than the claim, and never taken up again. So before the
-claim is answered each earlier write is with a majority, or is nowhere; and a quorum meets every majority. That is why
-a write whose outcome is unknown is settled by claiming anew, as the engine does, and by nothing less.
+**After a claim** a quorum read sees every effect that the writes of the former owner will ever have. The claim is a
+Paxos round on the same partition. To begin it, a majority of the replicas promises to accept no older proposal. A
+proposal that one of them had accepted before is completed first, and all of them are brought up to the last commit. A
+write that no majority had accepted can no longer get a majority. A write that only one other replica had accepted is
+older than the claim, and is never taken up again. So before the claim is answered, each earlier write is either on a
+majority or will never be applied; and every quorum overlaps every majority. That is why a new claim, and nothing less,
+settles a write of unknown outcome. The engine does that.
 
-**The upsert.** What a put replaces is read before the batch (the row of its id says where it stands), which is no race:
-only the holder of the fence changes a shard, and here one change of a shard begins when the last one has ended.
-All rows of a batch carry one timestamp, and of equal timestamps a deletion wins. So a place that is left and taken in
-one batch is not deleted but overwritten, nulls included; and no range is deleted in a batch that inserts.
+**The upsert.** What a put replaces is read before the batch (the row of its id has its position). That is no race: only
+the owner of the fence changes a shard, and this class writes to a shard only after its last write to it has ended. All
+rows of a batch have the same timestamp, and of equal timestamps a deletion wins. So a position that one timer of a
+batch leaves and another takes is not deleted but overwritten, including nulls; and no batch that inserts deletes a
+range.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from typing import NamedTuple, TypeVar
 from duetime.domain.timer import Position, TimerKey
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.store import Batch, Claim, Committed, Fence, ShardRow
-from duetime.stores.cassandra.connection import Line, Statement
-from duetime.stores.cassandra.ranges import Ranges, end_of
+from duetime.stores.cassandra.connection import Client, Statement
+from duetime.stores.cassandra.ranges import RangeReader, end_of
 from duetime.stores.cassandra.statements import (
     TIMER,
     UNSET,
-    Floors,
     Key,
+    LowerBounds,
     Statements,
     id_row,
     reached_id_row,
@@ -49,26 +52,26 @@ __all__ = ["Writer"]
 I = TypeVar("I")  # noqa: E741
 T = TypeVar("T")
 
-AT_ONCE = 16  # conditional batches in flight
-FLOOR_READS = 8
-FLOOR_PAUSE_SECONDS = 60.0
+PARALLEL_WRITES = 16  # conditional batches in flight
+LOWER_BOUND_READS = 8
+LOWER_BOUND_PAUSE_SECONDS = 60.0
 
 
 class Writer:
-    """Writes to shards, each shard's one after the other, those of different shards at once."""
+    """Writes to shards: one write to a shard at a time, different shards at the same time."""
 
-    def __init__(self, line: Line, say: Statements) -> None:
-        self._line = line
-        self._say = say
-        self._ranges = Ranges(line.read)
-        self._looks_from: dict[int, float] = {}
-        self._turns: dict[int, asyncio.Lock] = {}
-        self._room = asyncio.Semaphore(AT_ONCE)
+    def __init__(self, client: Client, statements: Statements) -> None:
+        self._client = client
+        self._statements = statements
+        self._ranges = RangeReader(client.read)
+        self._search_from: dict[int, float] = {}
+        self._locks: dict[int, asyncio.Lock] = {}
+        self._limit = asyncio.Semaphore(PARALLEL_WRITES)
 
-    # -- whole calls: one result for each, in order
+    # -- calls of the store: one result for each item, in order
 
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:
-        """Each fares by itself."""
+        """Each batch succeeds or fails by itself."""
         return await self._each(batches, [batch.fence.shard_id for batch in batches], self._commit)
 
     async def purge(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
@@ -82,158 +85,165 @@ class Writer:
         return as_a_whole(await self._each(claims, [claim.shard_id for claim in claims], self._claim))
 
     async def new_shards(self, shard_ids: Sequence[int]) -> None:
-        as_a_whole(await self._each(shard_ids, shard_ids, lambda s: self._line.write(self._say.new_shard, s)))
+        as_a_whole(await self._each(shard_ids, shard_ids, lambda s: self._client.write(self._statements.new_shard, s)))
 
     async def _each(
         self, items: Sequence[I], shard_ids: Sequence[int], one: Callable[[I], Awaitable[T]]
     ) -> list[T | StoreError]:
-        async def in_turn(item: tuple[int, I]) -> T:
-            async with self._turns.setdefault(item[0], asyncio.Lock()), self._room:
+        async def under_lock(item: tuple[int, I]) -> T:
+            async with self._locks.setdefault(item[0], asyncio.Lock()), self._limit:
                 return await one(item[1])
 
-        return await each_by_itself(list(zip(shard_ids, items, strict=True)), shard_ids, in_turn)
+        return await each_by_itself(list(zip(shard_ids, items, strict=True)), shard_ids, under_lock)
 
     # -- one shard
 
     async def _commit(self, batch: Batch) -> Committed | ShardLost:
         fence = batch.fence
         put_rows = [id_row(timer.key) for timer in batch.puts]
-        gone_rows = [id_row(key) for key in batch.deletes]
-        before = await self._before(fence.shard_id, [*put_rows, *gone_rows])
-        if not before.holds(fence):
+        deleted_rows = [id_row(key) for key in batch.deletes]
+        before = await self._state_before(fence.shard_id, [*put_rows, *deleted_rows])
+        if not before.matches(fence):
             return lost(fence)
-        floors = await self._floors(batch, before)
-        write = [self._fence(fence, floors, batch), *_changes(self._say, batch, put_rows, gone_rows, before.places)]
-        if not await self._line.write_batch(write):
+        lower_bounds = await self._lower_bounds(batch, before)
+        write = [
+            self._fence(fence, lower_bounds, batch),
+            *_changes(self._statements, batch, put_rows, deleted_rows, before.positions),
+        ]
+        if not await self._client.write_batch(write):
             return lost(fence)
-        replaced = frozenset(index for index, row in enumerate(put_rows) if row in before.places)
+        replaced = frozenset(index for index, row in enumerate(put_rows) if row in before.positions)
         return Committed(replaced) if replaced else NOTHING_REPLACED
 
     async def _purge(self, fence: Fence, before_ms: int, limit: int) -> int | ShardLost:
-        shard, say = fence.shard_id, self._say
-        before = await self._before(shard, ())
-        if not before.holds(fence):
+        shard, statements = fence.shard_id, self._statements
+        before = await self._state_before(shard, ())
+        if not before.matches(fence):
             return lost(fence)
-        first_ms = FIRST_MS if before.floors.reached_from_ms is None else before.floors.reached_from_ms
+        first_ms = FIRST_MS if before.lower_bounds.reached_from_ms is None else before.lower_bounds.reached_from_ms
         until_ms = bound_ms(before_ms)
-        rows = await self._line.read(say.expired, shard, first_ms, until_ms, limit)
+        rows = await self._client.read(statements.expired, shard, first_ms, until_ms, limit)
         if not rows:
             return 0
-        places = [Position(*row[:3]) for row in rows]
-        floor_ms = until_ms if len(rows) < limit else places[-1].execute_at_ms
+        positions = [Position(*row[:3]) for row in rows]
+        lower_ms = until_ms if len(rows) < limit else positions[-1].execute_at_ms
         write = [
-            self._fence(fence, Floors(None, floor_ms)),
-            (say.drop_reached, (shard, *places[-1])),
+            self._fence(fence, LowerBounds(None, lower_ms)),
+            (statements.delete_reached, (shard, *positions[-1])),
             *(
-                (say.drop, (shard, *reached_id_row(TimerKey(row[3], row[4]), row[5], row[6], place)))
-                for row, place in zip(rows, places, strict=True)
-                if None not in row[3:]  # otherwise the row of its id cannot be found
+                (statements.delete_row, (shard, *reached_id_row(TimerKey(row[3], row[4]), row[5], row[6], position)))
+                for row, position in zip(rows, positions, strict=True)
+                if None not in row[3:]  # otherwise the row of its id is not known
             ),
         ]
-        return len(rows) if await self._line.write_batch(write) else lost(fence)
+        return len(rows) if await self._client.write_batch(write) else lost(fence)
 
     async def _release(self, fence: Fence) -> ShardLost | None:
-        applied = await self._line.write(self._say.release, fence.shard_id, fence.version, fence.nonce)
+        applied = await self._client.write(self._statements.release, fence.shard_id, fence.version, fence.nonce)
         return None if applied else lost(fence)
 
     async def _claim(self, claim: Claim) -> ShardRow:
         version = claim.expected_version
         owner = (claim.nonce, claim.owner_id, claim.owner_address, claim.now_ms)
-        await self._line.write(self._say.claim, version + 1, *owner, claim.shard_id, version)
+        await self._client.write(self._statements.claim, version + 1, *owner, claim.shard_id, version)
         try:
-            rows = await self._line.read(self._say.shards, [claim.shard_id])
+            rows = await self._client.read(self._statements.shards, [claim.shard_id])
         except StoreUnavailable as error:
             raise OutcomeUnknown(error.detail) from error
         return shard_row(rows[0]) if rows else ShardRow(claim.shard_id)
 
     # -- parts of a write
 
-    async def _before(self, shard_id: int, rows: Sequence[Key]) -> _Before:
-        """The fence as it is, and where the timers of these ids stand."""
+    async def _state_before(self, shard_id: int, rows: Sequence[Key]) -> _StateBefore:
+        """The current fence, and the positions of the timers of these ids."""
         version = nonce = None
-        floors = Floors(None, None)
-        places: dict[Key, Position] = {}
-        for row in await self._line.read(self._say.before, shard_id, [shard_key, *rows]):
+        lower_bounds = LowerBounds(None, None)
+        positions: dict[Key, Position] = {}
+        for row in await self._client.read(self._statements.before, shard_id, [shard_key, *rows]):
             if row[0] == shard_key[0]:
-                version, nonce, floors = row[6], row[7], Floors(row[8], row[9])
+                version, nonce, lower_bounds = row[6], row[7], LowerBounds(row[8], row[9])
             else:
-                places[(row[0], 0, row[1], row[2], b"")] = Position(*row[3:6])
-        return _Before(version, nonce, floors, places)
+                positions[(row[0], 0, row[1], row[2], b"")] = Position(*row[3:6])
+        return _StateBefore(version, nonce, lower_bounds, positions)
 
-    def _fence(self, fence: Fence, floors: Floors, batch: Batch | None = None) -> Statement:
+    def _fence(self, fence: Fence, lower_bounds: LowerBounds, batch: Batch | None = None) -> Statement:
         low_water = (UNSET,) * 3 if batch is None or batch.low_water is None else batch.low_water
         held = (fence.shard_id, fence.version, fence.nonce)
-        return self._say.fence, (fence.nonce, *low_water, *without_nulls(floors), *held)
+        return self._statements.fence, (fence.nonce, *low_water, *without_nulls(lower_bounds), *held)
 
-    async def _floors(self, batch: Batch, before: _Before) -> Floors:
-        """What changes of them: lower where something is added below, higher where nothing is left."""
-        timers_from_ms, reached_from_ms = before.floors
-        floor_ms = timers_from_ms
+    async def _lower_bounds(self, batch: Batch, before: _StateBefore) -> LowerBounds:
+        """The bounds that change: lower if a row is added before them, higher if no row is left after them."""
+        timers_from_ms, reached_from_ms = before.lower_bounds
+        lower_ms = timers_from_ms
         if batch.low_water is not None:
-            floor_ms = await self._first_timer_ms(batch.fence.shard_id, timers_from_ms, batch.low_water.execute_at_ms)
+            lower_ms = await self._first_timer_ms(batch.fence.shard_id, timers_from_ms, batch.low_water.execute_at_ms)
         lowest_ms = min((timer.execute_at_ms for timer in batch.puts), default=None)
-        if floor_ms is not None and lowest_ms is not None:
-            floor_ms = min(floor_ms, lowest_ms)
+        if lower_ms is not None and lowest_ms is not None:
+            lower_ms = min(lower_ms, lowest_ms)
         earliest_ms = min((reached.purge_at_ms for reached in batch.reached), default=None)
         is_below = reached_from_ms is not None and earliest_ms is not None and earliest_ms < reached_from_ms
-        return Floors(floor_ms if floor_ms != timers_from_ms else None, earliest_ms if is_below else None)
+        return LowerBounds(lower_ms if lower_ms != timers_from_ms else None, earliest_ms if is_below else None)
 
     async def _first_timer_ms(self, shard_id: int, from_ms: int | None, until_ms: int) -> int | None:
-        """The engine says that nothing stands before its low water; here that is looked up, since lists rely on it.
-        A commit waits for it: where much was deleted it goes as far as a few reads come, and not soon again if these
-        were in vain."""
+        """The time of the first timer. The engine reports that there is none before its low water; that is checked
+        here, because lists rely on it. A commit waits for this search: where many rows were deleted it stops after a
+        few reads, and if these found nothing it is not repeated soon."""
         start_ms = FIRST_MS if from_ms is None else from_ms
         now = asyncio.get_running_loop().time()
-        if until_ms <= start_ms or now < self._looks_from.get(shard_id, now):
+        if until_ms <= start_ms or now < self._search_from.get(shard_id, now):
             return from_ms
-        before, statement = end_of(start_ms - 1), self._say.first_timer
+        before, statement = end_of(start_ms - 1), self._statements.first_timer
         try:
-            rows, passed = await self._ranges.between(statement, shard_id, before, until_ms - 1, 1, FLOOR_READS)
-        except StoreError:  # the floor stays where it is
+            rows, passed = await self._ranges.between(statement, shard_id, before, until_ms - 1, 1, LOWER_BOUND_READS)
+        except StoreError:  # the bound stays as it is
             return from_ms
         if rows:
             return int(rows[0][0])
         if passed is None:
             return until_ms
         if passed.execute_at_ms <= start_ms:
-            self._looks_from[shard_id] = now + FLOOR_PAUSE_SECONDS
+            self._search_from[shard_id] = now + LOWER_BOUND_PAUSE_SECONDS
             return from_ms
         return passed.execute_at_ms
 
 
 def _changes(
-    say: Statements, batch: Batch, put_rows: Sequence[Key], gone_rows: Sequence[Key], places: dict[Key, Position]
+    statements: Statements,
+    batch: Batch,
+    put_rows: Sequence[Key],
+    deleted_rows: Sequence[Key],
+    positions: dict[Key, Position],
 ) -> Iterator[Statement]:
-    """What a batch does to the rows of its shard, where `places` says which of its ids stand where."""
-    shard, left = batch.fence.shard_id, set(places.values())
+    """The statements of a batch for the rows of its shard. `positions`: the current positions of its ids."""
+    shard, left = batch.fence.shard_id, set(positions.values())
     for timer, row in zip(batch.puts, put_rows, strict=True):
         values = timer_values(timer)
-        yield say.put_timer, (shard, *(values if timer.position in left else without_nulls(values)))
-        if places.get(row) != timer.position:
-            yield say.put_place, (shard, *row, *timer.position)
-    for row in gone_rows:
-        if row in places:
-            yield say.drop, (shard, *row)
-    for place in left.difference(timer.position for timer in batch.puts):
-        yield say.drop, (shard, TIMER, *place, b"")
+        yield statements.put_timer, (shard, *(values if timer.position in left else without_nulls(values)))
+        if positions.get(row) != timer.position:
+            yield statements.put_position, (shard, *row, *timer.position)
+    for row in deleted_rows:
+        if row in positions:
+            yield statements.delete_row, (shard, *row)
+    for position in left.difference(timer.position for timer in batch.puts):
+        yield statements.delete_row, (shard, TIMER, *position, b"")
     for reached in batch.reached:
-        timer, place = reached.timer, reached.position
-        yield say.put_reached, (shard, *without_nulls(reached_values(reached)))
+        timer, position = reached.timer, reached.position
+        yield statements.put_reached, (shard, *without_nulls(reached_values(reached)))
         yield (
-            say.put_reached_place,
+            statements.put_reached_position,
             (
                 shard,
-                *reached_id_row(timer.key, timer.generation, reached.reached_at_ms, place),
+                *reached_id_row(timer.key, timer.generation, reached.reached_at_ms, position),
             ),
         )
 
 
-class _Before(NamedTuple):
+class _StateBefore(NamedTuple):
     version: int | None
     nonce: int | None
-    floors: Floors
-    places: dict[Key, Position]
+    lower_bounds: LowerBounds
+    positions: dict[Key, Position]
 
-    def holds(self, fence: Fence) -> bool:
-        """A quorum that was read cannot be older than the claim; so what does not match now never will again."""
+    def matches(self, fence: Fence) -> bool:
+        """A quorum read is not older than the claim, so a fence that does not match now will never match again."""
         return (self.version, self.nonce) == (fence.version, fence.nonce)

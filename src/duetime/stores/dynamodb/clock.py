@@ -1,9 +1,10 @@
-"""DynamoDB's time. All that it tells is the Date of its answers, in whole seconds; this makes milliseconds of it.
+"""The clock of DynamoDB. The service reports its time only in the Date of its answers, in whole seconds; this computes
+milliseconds from it.
 
-An answer whose Date is D was made between D and D + 1 s by the service's clock, and between our sending and our
-receiving by ours. Each answer so bounds the difference of the two clocks, to a second and the way there and back; all
-of them together bound it much closer, because answers fall at any point of a second: those right before and right after
-its turn are what counts.
+An answer with the Date D was made between D and D + 1 s by the clock of the service, and between sending and receiving
+by our clock. So each answer bounds the difference of the two clocks to one second plus the round trip. Many answers
+together bound it much closer, because they fall at any point of a second: the ones just before and just after a full
+second give the narrowest bounds.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from duetime.clock import OffsetBounds
 __all__ = ["ServerClock"]
 
 _SECOND_MS = 1_000
-NARROWEST_MS = 20.0  # servers behind one name do not agree to the last millisecond either
+NARROWEST_MS = 20.0  # the servers behind one name differ by some milliseconds
 
 
 class ServerClock:
-    """What is known of the service's clock."""
+    """Bounds of the difference between the service's clock and our boot clock."""
 
     def __init__(self) -> None:
         self._bounds = OffsetBounds(NARROWEST_MS)
@@ -28,13 +29,13 @@ class ServerClock:
 
     @property
     def width_ms(self) -> float:
-        """How far the time that it tells may be off, up or down together."""
+        """The width of the bounds: the time may be wrong by half of it in each direction."""
         return self._bounds.width_ms
 
-    def saw(self, date_ms: int, sent_ms: int, received_ms: int) -> None:
-        """An answer with that Date, sent for and received at those times of the boot clock."""
+    def observe(self, date_ms: int, sent_ms: int, received_ms: int) -> None:
+        """An answer with that Date; request sent and answer received at those times of the boot clock."""
         self._bounds.saw(date_ms, date_ms + _SECOND_MS, sent_ms, received_ms)
 
     def now_ms(self, boot_ms: int) -> int:
-        """The middle of what it may be."""
+        """The middle of the bounds."""
         return boot_ms + round((self._bounds.low_ms + self._bounds.high_ms) / 2)

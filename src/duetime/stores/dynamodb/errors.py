@@ -1,4 +1,4 @@
-"""What DynamoDB's errors mean: whether a request was applied, and whether it is worth asking again."""
+"""What DynamoDB's errors mean: whether a request was applied, and whether it is worth repeating."""
 
 from __future__ import annotations
 
@@ -17,24 +17,32 @@ except ImportError:
         "store.url: DynamoDB needs its driver: pip install 'duetime[dynamodb]'", field="store.url"
     ) from None
 
-__all__ = ["CONDITION_FAILED", "VERDICTS", "Refused", "Verdict", "judged", "setup_error", "store_error"]
+__all__ = [
+    "CONDITION_FAILED",
+    "ERROR_MEANINGS",
+    "ConditionFailed",
+    "ErrorMeaning",
+    "meaning_of",
+    "setup_error",
+    "store_error",
+]
 
 
-class Verdict(enum.Enum):
-    """What an error says of the request that met it."""
+class ErrorMeaning(enum.Enum):
+    """What an error means for the request that failed."""
 
-    CONDITION = "condition"  # not applied: a condition of ours was not met
-    BUSY = "busy"  # not applied: too much, or somebody else's transaction is in the way; later it may work
-    AWAY = "away"  # not applied: nobody was reached; later it may work
-    REFUSED = "refused"  # not applied, and trying again will not help
-    MAYBE = "maybe"  # nobody knows
+    CONDITION = "condition"  # not applied: a condition of the request was not met
+    BUSY = "busy"  # not applied: throttled, or in conflict with another transaction; may succeed later
+    UNREACHABLE = "unreachable"  # not applied: the service was not reached; may succeed later
+    REJECTED = "rejected"  # not applied, and repeating it will not help
+    UNKNOWN = "unknown"  # unknown outcome
 
 
-# Every error that the service's own description has for what we ask of it, and those common to all of AWS.
-# tests/unit/stores/test_dynamodb_errors.py fails when one is missing; what is not listed here is MAYBE.
-VERDICTS: Final[dict[str, Verdict]] = {
-    "ConditionalCheckFailedException": Verdict.CONDITION,
-    "TransactionCanceledException": Verdict.REFUSED,  # by its reasons, see below
+# Every error that the driver's description of the service has for our operations, and the errors common to all of AWS.
+# tests/unit/stores/test_dynamodb_errors.py fails if one is missing. Errors that are not listed are UNKNOWN.
+ERROR_MEANINGS: Final[dict[str, ErrorMeaning]] = {
+    "ConditionalCheckFailedException": ErrorMeaning.CONDITION,
+    "TransactionCanceledException": ErrorMeaning.REJECTED,  # depends on its reasons, see below
     **dict.fromkeys(
         (
             "ProvisionedThroughputExceededException",
@@ -46,7 +54,7 @@ VERDICTS: Final[dict[str, Verdict]] = {
             "TransactionConflictException",
             "ReplicatedWriteConflictException",
         ),
-        Verdict.BUSY,
+        ErrorMeaning.BUSY,
     ),
     **dict.fromkeys(
         (
@@ -69,23 +77,24 @@ VERDICTS: Final[dict[str, Verdict]] = {
             "UnrecognizedClientException",
             "ValidationException",
         ),
-        Verdict.REFUSED,
+        ErrorMeaning.REJECTED,
     ),
     **dict.fromkeys(
         (
-            "IdempotentParameterMismatchException",  # the token is known, and for something else: never by us
+            "IdempotentParameterMismatchException",  # the token was used for another request: never by us
             "InternalFailure",
             "InternalServerError",
             "ServiceUnavailable",
             "ServiceUnavailableException",
-            "TransactionInProgressException",  # the one that we sent before: its end is worth waiting for
+            "TransactionInProgressException",  # our earlier attempt is still in progress: wait for it
             "Unavailable",
         ),
-        Verdict.MAYBE,
+        ErrorMeaning.UNKNOWN,
     ),
 }
 
-# Why a transaction was cancelled, one code for each of its parts. Cancelled is not applied, whatever they say.
+# Why a transaction was cancelled: one code for each of its actions. A cancelled transaction was not applied, whatever
+# the codes are.
 CONDITION_FAILED: Final = "ConditionalCheckFailed"
 _BUSY_REASONS = frozenset({"TransactionConflict", "ProvisionedThroughputExceeded", "ThrottlingError"})
 
@@ -100,37 +109,41 @@ _NEVER_SENT = (
     aws.ParamValidationError,
     aws.ConnectTimeoutError,
     aws.ProxyConnectionError,
-    aws.SSLError,  # while connecting: the driver says so of nothing else
+    aws.SSLError,  # the driver raises it only while connecting
 )
 
 
-def judged(error: BaseException) -> Verdict:
+def meaning_of(error: BaseException) -> ErrorMeaning:
     if isinstance(error, aws.ClientError):
         code = _code(error)
         if code == "TransactionCanceledException":
             reasons = reasons_of(error)
             if CONDITION_FAILED in reasons:
-                return Verdict.CONDITION
-            return Verdict.BUSY if _BUSY_REASONS.intersection(reasons) else Verdict.REFUSED
-        return VERDICTS.get(code, Verdict.MAYBE)
+                return ErrorMeaning.CONDITION
+            return ErrorMeaning.BUSY if _BUSY_REASONS.intersection(reasons) else ErrorMeaning.REJECTED
+        return ERROR_MEANINGS.get(code, ErrorMeaning.UNKNOWN)
     if isinstance(error, _NEVER_SENT):
-        return Verdict.AWAY
+        return ErrorMeaning.UNREACHABLE
     if isinstance(error, aws.EndpointConnectionError):
-        # The driver calls a connection that was reset in the middle by the same name as one that never came about.
-        return Verdict.AWAY if isinstance(error.kwargs.get("error"), aiohttp.ClientConnectorError) else Verdict.MAYBE
-    return Verdict.MAYBE
+        # The driver raises the same error for a connection that was reset later and for one that was never opened.
+        return (
+            ErrorMeaning.UNREACHABLE
+            if isinstance(error.kwargs.get("error"), aiohttp.ClientConnectorError)
+            else ErrorMeaning.UNKNOWN
+        )
+    return ErrorMeaning.UNKNOWN
 
 
 def reasons_of(error: aws.ClientError) -> list[str]:
     return [str(reason.get("Code", "None")) for reason in error.response.get("CancellationReasons", ())]
 
 
-def store_error(error: BaseException, verdict: Verdict, *, in_doubt: bool) -> StoreError:
-    """What it means to the engine. `in_doubt`: it, or one before it, may have been applied."""
-    detail = f"dynamodb: {_in_words(error)}"
-    if in_doubt:
+def store_error(error: BaseException, meaning: ErrorMeaning, *, may_be_applied: bool) -> StoreError:
+    """The StoreError for the engine. `may_be_applied`: this attempt, or one before it, may have been applied."""
+    detail = f"dynamodb: {_error_text(error)}"
+    if may_be_applied:
         return OutcomeUnknown(detail)
-    return StoreThrottled(detail) if verdict is Verdict.BUSY else StoreUnavailable(detail)
+    return StoreThrottled(detail) if meaning is ErrorMeaning.BUSY else StoreUnavailable(detail)
 
 
 def _code(error: aws.ClientError) -> str:
@@ -141,68 +154,71 @@ def _status(error: aws.ClientError) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def _in_words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, aws.ClientError):
         reasons = {reason for reason in reasons_of(error) if reason != "None"}
-        said = str(error.response.get("Error", {}).get("Message") or "").partition("\n")[0]
+        message = str(error.response.get("Error", {}).get("Message") or "").partition("\n")[0]
         if "ItemCollectionSizeLimitExceeded" in reasons or _code(error).startswith("ItemCollectionSizeLimit"):
-            return "a shard has reached the 10 GB that DynamoDB lets it have; a namespace with more shards is needed"
-        return f"{_code(error)}: {', '.join(sorted(reasons)) or said}"
+            return "a shard has reached the limit of 10 GB of DynamoDB; use a namespace with more shards"
+        return f"{_code(error)}: {', '.join(sorted(reasons)) or message}"
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return (str(error) or type(error).__name__).partition("\n")[0]
 
 
-class Refused(Exception):
-    """A condition was not met. `in_doubt`: an attempt before this one may have been applied, and be the reason."""
+class ConditionFailed(Exception):
+    """A condition was not met. `may_be_applied`: an earlier attempt may have been applied, and may be the reason."""
 
-    def __init__(self, error: aws.ClientError, in_doubt: bool) -> None:
-        super().__init__(_in_words(error))
-        self.in_doubt = in_doubt
+    def __init__(self, error: aws.ClientError, may_be_applied: bool) -> None:
+        super().__init__(_error_text(error))
+        self.may_be_applied = may_be_applied
         self.reasons = reasons_of(error)
         self.item: Mapping[str, Any] | None = error.response.get("Item") or None
 
 
 def setup_error(label: str, error: BaseException) -> SetupError | StoreError:
-    """What goes wrong while opening: said so that one knows what to do. A service that is away may come back."""
+    """The error for a failure while opening, with what to do about it. An unreachable service is not a SetupError: it
+    may come back."""
     for code, explanation in _EXPLANATIONS.items():
         if isinstance(error, aws.ClientError) and _code(error) == code:
-            return _setup(label, f"{explanation} ({_in_words(error)})")
+            return _setup(label, f"{explanation} ({_error_text(error)})")
     if isinstance(error, ResponseParserError) or (
-        isinstance(error, aws.ClientError) and _code(error) not in VERDICTS and _status(error) < 500
+        isinstance(error, aws.ClientError) and _code(error) not in ERROR_MEANINGS and _status(error) < 500
     ):
-        return _setup(label, f"{_EXPLANATIONS['UnknownOperationException']} ({_in_words(error)})")
+        return _setup(label, f"{_UNSUPPORTED} ({_error_text(error)})")
     if isinstance(error, aws.SSLError):
-        return _setup(label, f"no TLS connection as asked for; ?ca_file= names an authority ({_in_words(error)})")
+        return _setup(label, f"no TLS connection; set a certificate authority with ?ca_file= ({_error_text(error)})")
     if isinstance(error, aws.NoRegionError):
-        return _setup(label, "no region: dynamodb://REGION/PREFIX, or AWS_DEFAULT_REGION")
+        return _setup(label, "no region: set it with dynamodb://REGION/PREFIX or AWS_DEFAULT_REGION")
     if isinstance(error, aws.NoCredentialsError):
-        return _setup(label, "no credentials: neither in the environment nor in a profile nor by a role")
+        return _setup(label, "no credentials in the environment, in a profile or by a role")
     if isinstance(error, (aws.ProfileNotFound, aws.PartialCredentialsError, aws.ParamValidationError, ValueError)):
-        return _setup(label, _in_words(error))
-    verdict = judged(error)
-    if verdict is Verdict.AWAY:
-        return StoreUnavailable(f"dynamodb: {label} cannot be reached ({_in_words(error)})")
-    return store_error(error, verdict, in_doubt=False)
+        return _setup(label, _error_text(error))
+    meaning = meaning_of(error)
+    if meaning is ErrorMeaning.UNREACHABLE:
+        return StoreUnavailable(f"dynamodb: {label} cannot be reached ({_error_text(error)})")
+    return store_error(error, meaning, may_be_applied=False)
 
 
 def _setup(label: str, what: str) -> SetupError:
     return SetupError(f"store.url: {label}: {what}", field="store.url")
 
 
-_CREDENTIALS = "does not accept these credentials"
+_CREDENTIALS: Final = "does not accept these credentials"
+_PERMISSIONS: Final = "does not give the needed permissions; docs/operating/dynamodb.md lists them"
+_UNSUPPORTED: Final = "is not DynamoDB, or does not support the needed operations"
 _EXPLANATIONS: Final[dict[str, str]] = {
     "UnrecognizedClientException": _CREDENTIALS,
     "InvalidClientTokenId": _CREDENTIALS,
     "SignatureDoesNotMatch": _CREDENTIALS,
     "MissingAuthenticationTokenException": _CREDENTIALS,
     "IncompleteSignatureException": _CREDENTIALS,
-    "ExpiredTokenException": "does not accept these credentials any more: they have expired",
-    "InvalidSignatureException": "does not accept the signature: a wrong secret, or a clock that is minutes off",
-    "RequestExpired": "does not accept the signature: this machine's clock is minutes off",
-    "AccessDeniedException": "does not allow what is needed; the page on DynamoDB lists the permissions",
-    "OptInRequired": "is a region that this account has not opted in to",
-    "NotAuthorized": "does not allow what is needed; the page on DynamoDB lists the permissions",
-    "UnknownOperationException": "is not DynamoDB, or one that cannot do what is needed",
-    "SerializationException": "is not DynamoDB, or one that cannot do what is needed",
+    "ExpiredTokenException": f"{_CREDENTIALS}: they have expired",
+    "InvalidSignatureException": "does not accept the signature: a wrong secret, or a clock that is wrong by minutes",
+    "RequestExpired": "does not accept the signature: this machine's clock is wrong by minutes",
+    "AccessDeniedException": _PERMISSIONS,
+    "OptInRequired": "is in a region that is not enabled for this account",
+    "NotAuthorized": _PERMISSIONS,
+    "UnknownOperationException": _UNSUPPORTED,
+    "SerializationException": _UNSUPPORTED,
 }

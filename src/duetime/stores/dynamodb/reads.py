@@ -1,7 +1,7 @@
-"""What is read from DynamoDB: rows by position, a timer and its ends by key, lists. All reads are consistent ones.
+"""Reads from DynamoDB: rows by position, a timer and its reached rows by key, lists. All are consistent reads.
 
-A query ends where the service says so, which is where its answer has no LastEvaluatedKey, and nowhere else: an answer
-stops at a megabyte, and may be short or empty and not the last.
+A query has ended only when its answer has no LastEvaluatedKey. An answer stops at a megabyte, and may be short or empty
+without being the last.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _ANSWERS_MAX: Final = 16  # of up to 1 MB each, in one load
 
 
 class Tables(Struct, frozen=True):
-    """The names of the two tables, and in whose turn a shard is."""
+    """The names of the two tables, and a lock for the writes of each shard."""
 
     timers: str
     cluster: str
-    turns: dict[int, asyncio.Lock]
+    locks: dict[int, asyncio.Lock]
 
-    def turn_of(self, shard_id: int) -> asyncio.Lock:
-        return self.turns.setdefault(shard_id, asyncio.Lock())
+    def lock_of(self, shard_id: int) -> asyncio.Lock:
+        return self.locks.setdefault(shard_id, asyncio.Lock())
 
 
 async def all_of(run: Run, tables: Tables, kind: str) -> list[Item]:
-    """Everything of a kind, by name."""
+    """All items of a kind, in the order of their names."""
     found: list[Item] = []
     request: dict[str, Any] = {}
     while True:
@@ -60,7 +60,7 @@ async def all_of(run: Run, tables: Tables, kind: str) -> list[Item]:
 async def rows_by_position(
     run: Run, tables: Tables, shard_id: int, first: bytes, last: bytes, limit: int, answers_max: int, **more: Any
 ) -> tuple[list[Item], bool]:
-    """Rows by position, and whether they are all there are."""
+    """Rows in the order of positions, and whether the range ends with them."""
     found: list[Item] = []
     if first > last:
         return found, True
@@ -86,7 +86,7 @@ async def rows_by_position(
 
 
 async def load(run: Run, tables: Tables, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
-    """Each by itself: one partition may be throttled, and the others not."""
+    """Each request has its own result: one partition may be throttled, and the others not."""
     answers_max = max(1, _ANSWERS_MAX // max(1, len(requests)))
     shard_ids = [request.shard_id for request in requests]
     return await each_by_itself(requests, shard_ids, lambda request: _load(run, tables, request, answers_max))
@@ -124,8 +124,8 @@ async def _get(run: Run, tables: Tables, shard_id: int, key: TimerKey) -> Found:
 
 
 async def _stored(run: Run, tables: Tables, shard_id: int, key: TimerKey, ends_max: int) -> list[Item]:
-    """Backwards: the timer, if it is there, then its newest end. In that order, because a query is not of one moment:
-    a timer that ends meanwhile is then seen twice, which does no harm, and not missed in both places."""
+    """In reverse order: the timer, if it exists, then its newest reached row. In this order because a query is not a
+    snapshot: a timer that is reached meanwhile is seen twice, which does no harm, and is not missed in both places."""
     found: list[Item] = []
     request: dict[str, Any] = {}
     while len(found) < 1 + ends_max:
@@ -134,7 +134,7 @@ async def _stored(run: Run, tables: Tables, shard_id: int, key: TimerKey, ends_m
             TableName=tables.timers,
             ConsistentRead=True,
             KeyConditionExpression="shard_id = :shard_id AND begins_with(row_key, :key)",
-            ExpressionAttributeValues={":shard_id": number(shard_id), ":key": {"B": items.ends_of(key)}},
+            ExpressionAttributeValues={":shard_id": number(shard_id), ":key": {"B": items.key_prefix(key)}},
             ScanIndexForward=False,
             Limit=1 + ends_max - len(found),
             **request,
@@ -147,7 +147,7 @@ async def _stored(run: Run, tables: Tables, shard_id: int, key: TimerKey, ends_m
 
 
 async def list_timers(run: Run, tables: Tables, query: ListQuery) -> Listing:
-    """The service filters nothing that it does not charge for; so we do."""
+    """Filtered here: the service charges also for items that its own filter removes."""
     row_type = items.REACHED if query.outcomes else items.TIMER
 
     async def scanned(scan: Scan) -> Piece:

@@ -1,12 +1,14 @@
-"""How timers, reached timers and shards are items of DynamoDB: keys whose bytes order as we order, and what they hold.
+"""How timers, reached timers and shards are stored as items of DynamoDB.
 
 In the table of timers, partitioned by shard:
-- `row_key` says what an item is: namespace and id, and then the timer itself, or one of its ends, the newest last. So a
-  timer is one item whatever its time, a put is an upsert, and one short query backwards finds a timer and its last end.
-- `row_at` is its position, the sort key of the local index that loads, lists and purges read.
-- the rest is one text: what an item weighs is what DynamoDB asks to be paid for, names of attributes included.
+- `row_key` is the key of an item: namespace and id, followed by a mark for the timer itself or for one of its reached
+  rows, the newest last. So a timer is one item whatever its time, a put is an upsert, and one short query in reverse
+  order finds a timer and its last reached row.
+- `row_at` is the position, the sort key of the local index that loads, lists and purges read.
+- the rest is one text: DynamoDB charges by the size of an item, including the names of attributes.
 
-The table of the cluster holds what is small: shards, members, namespaces, the schema's version, each under its kind.
+The bytes of both keys have the same order as what they encode. The table of the cluster has the small items: shards,
+members, namespaces and the schema version, each under its kind.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ __all__ = [
     "after",
     "before",
     "cluster_key",
-    "ends_of",
     "is_timer",
+    "key_prefix",
     "low_water_text",
     "member_item",
     "member_of",
@@ -56,7 +58,7 @@ __all__ = [
 ]
 
 Item = Mapping[str, Mapping[str, Any]]
-"""As the service speaks: every value with the letter of its type."""
+"""An item in the format of the service: every value with the letter of its type."""
 
 TIMERS_KEY: Final = ("shard_id", "row_key")
 CLUSTER_KEY: Final = ("item_kind", "item_name")
@@ -67,13 +69,13 @@ MEMBER: Final = "member"
 NAMESPACE: Final = "namespace"
 SCHEMA: Final = "schema"
 
-TIMER: Final = 2  # row types, as everywhere
+TIMER: Final = 2  # row types, as in all stores
 REACHED: Final = 3
 
-_OFFSET: Final = 1 << 63  # makes the order of signed numbers that of bytes
+_OFFSET: Final = 1 << 63  # gives signed numbers the same order as their bytes
 _position = Packing(">BQQQ")
 _end = Packing(">BQQQQQ")
-_IS_TIMER: Final = b"\xff"  # behind every end, so that it is found first
+_IS_TIMER: Final = b"\xff"  # sorts after all reached rows, so that a query in reverse order finds it first
 _PAYLOAD: Final = 10  # among the columns of a row
 
 _encode = msgspec.json.Encoder().encode
@@ -91,19 +93,19 @@ def text(value: str) -> dict[str, str]:
 # --- keys ----------------------------------------------------------------------------------------
 
 
-def ends_of(key: TimerKey) -> bytes:
-    """What the keys of a timer and of all its ends begin with, and no other's: there is no NUL in a name."""
+def key_prefix(key: TimerKey) -> bytes:
+    """The prefix of the keys of a timer and all its reached rows, and of no other key: a name has no NUL."""
     return f"{key.namespace}\0{key.timer_id}\0".encode()
 
 
 def timer_key(key: TimerKey) -> bytes:
-    return ends_of(key) + _IS_TIMER
+    return key_prefix(key) + _IS_TIMER
 
 
 def reached_key(reached: Reached) -> bytes:
     at_ms, high, low = reached.position
     numbers = (reached.timer.generation, reached.reached_at_ms, at_ms, high, low)
-    return ends_of(reached.timer.key) + _end.pack(REACHED, *(value + _OFFSET for value in numbers))
+    return key_prefix(reached.timer.key) + _end.pack(REACHED, *(value + _OFFSET for value in numbers))
 
 
 def position_bytes(row_type: int, position: Position) -> bytes:
@@ -111,12 +113,12 @@ def position_bytes(row_type: int, position: Position) -> bytes:
 
 
 def after(row_type: int, position: Position) -> bytes:
-    """The first that may stand behind a position, as an inclusive bound."""
+    """The first key after a position, as an inclusive bound."""
     return position_bytes(row_type, position) + b"\0"
 
 
 def up_to(row_type: int, at_ms: int) -> bytes:
-    """The last that may stand at that time, as an inclusive bound."""
+    """The last key at that time, as an inclusive bound."""
     return position_bytes(row_type, Position(at_ms, LARGEST, LARGEST))
 
 
@@ -159,7 +161,7 @@ def _row_item(shard_id: int, key: bytes, at: bytes, values: tuple[Any, ...]) -> 
         "row_format": number(ROW_FORMAT),
         "timer_row": text(row),
     }
-    if payload is not None:  # beside the row, where it is not escaped: it may be nearly as large as an item
+    if payload is not None:  # an attribute of its own, where it is not escaped: it may be nearly as large as an item
         item["timer_payload"] = text(payload)
     return item
 
@@ -190,7 +192,7 @@ def _row(item: Item) -> list[Any]:
 
 
 def _name_of(item: Item) -> tuple[str, str]:
-    """Namespace and id, of an item whose row may be unreadable."""
+    """Namespace and id of an item, also if its row is unreadable."""
     namespace, timer_id, _ = item["row_key"]["B"].split(b"\0", 2)
     return namespace.decode(), timer_id.decode()
 

@@ -1,15 +1,14 @@
-"""DynamoStore: two tables of Amazon DynamoDB for any number of instances.
+"""DynamoStore: two tables of Amazon DynamoDB, for any number of instances.
 
-Every batch is a transaction of its own, whole or not at all, those of different shards side by side. Requests
-are kept apart by what may wait for what: the heartbeat, on which the right to fire depends, has connections of its own,
-and so have commits, reads, claims and lists.
+Every batch is a transaction of its own, applied as a whole or not at all; transactions of different shards run at the
+same time. Different kinds of work have their own connections, so that one does not wait for another: the heartbeat,
+which the lease depends on, commits, reads, claims and lists.
 
-The service does not tell whether it ever went back behind what it acknowledged, so this store never says FailedOver: in
-one region it does not happen; a table that was restored has another name, and is another store.
+The service does not report whether it has lost acknowledged writes, so this store never raises FailedOver. In one
+region it does not happen. A restored table has another name, and is another store.
 
-writes.py and reads.py are what is said to the service, rows.py what is stored there,
-connection.py the connections, errors.py what their errors mean, clock.py its time,
-schema.py the tables.
+address.py: the URL. connection.py: connections, deadlines, retries. errors.py: what errors mean. clock.py: the time of
+the service. rows.py: items. writes.py and reads.py: requests. schema.py: tables.
 """
 
 from __future__ import annotations
@@ -33,25 +32,28 @@ from duetime.store import (
     PageRequest,
     ShardRow,
 )
-from duetime.stores.dynamodb import connection, reads, schema, writes
-from duetime.stores.dynamodb.connection import Address, Line, Link
+from duetime.stores.dynamodb import reads, schema, writes
+from duetime.stores.dynamodb.address import Address, address_of
+from duetime.stores.dynamodb.connection import ConnectionPool, DynamoClient
 from duetime.stores.dynamodb.reads import Tables
 from duetime.stores.fencing import reading, writing
 
 __all__ = ["DynamoStore", "wipe"]
 
-# Measured at 8 ms a transaction: a lane for each of 16 shards commits four times what one lane for all does, at less
-# work for each row, because transactions are fuller. More lanes than shards cost nothing.
-LANES = 32
+# Measured with 8 ms for a transaction: one commit at a time for each of 16 shards writes four times as much as one for
+# all shards, with less work for each row, because transactions are fuller. More than the number of shards costs
+# nothing.
+PARALLEL_COMMITS = 32
 READERS = 16
-MEMBERSHIP_CONNECTIONS = 4  # the heartbeat, who is alive, the burial of the dead; and one that hangs
+MEMBERSHIP_CONNECTIONS = 4  # heartbeat, list of members, marking dead members; and one that hangs
 CALL_SECONDS = 10.0
 ATTEMPT_SECONDS = 3.0
-MEMBERSHIP_SECONDS = 1.5  # half a lease: a heartbeat that hangs leaves time for another one, on a new connection
+MEMBERSHIP_SECONDS = 1.5  # half a lease: leaves time for a second heartbeat, on a new connection
 MEMBERSHIP_ATTEMPT_SECONDS = 0.7
 
-# A transaction takes 100 actions and 4 MB: the fence and a row each. Characters may be four bytes each. An item and its
-# entry in the local index, which has all of it again, take 400 KB together: payload, headers and all.
+# A transaction may have 100 actions and 4 MB: the fence, and one action for each row. A character may take four bytes.
+# An item and its entry in the local index, which is a copy of it, may take 400 KB together, including payload and
+# headers.
 _ROWS_MAX = writes.ACTIONS_MAX - 1
 _CHARS_MAX = 384 * 1024
 _PAYLOAD_BYTES_MAX = 144 * 1024
@@ -63,8 +65,8 @@ class DynamoStore:
         batch_max=_ROWS_MAX,
         batch_chars_max=_CHARS_MAX,
         payload_bytes_max=_PAYLOAD_BYTES_MAX,
-        parallel_commits=LANES,
-        clock_error_ms=500,  # its time has whole seconds only (clock.py)
+        parallel_commits=PARALLEL_COMMITS,
+        clock_error_ms=500,  # the service reports whole seconds only (clock.py)
     )
 
     def __init__(self, address: Address) -> None:
@@ -73,9 +75,9 @@ class DynamoStore:
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        return cls(connection.address_of(url))
+        return cls(address_of(url))
 
-    # -- life
+    # -- open and close
 
     async def migrate(self) -> None:
         await schema.migrate(self._address)
@@ -88,10 +90,10 @@ class DynamoStore:
     async def close(self) -> None:
         opened, self._opened = self._opened, None
         if opened is not None:
-            await opened.link.close()
+            await opened.client.close()
 
     async def diagnose(self) -> list[str]:
-        """What a doctor says of the tables, in plain sentences. Needs no open store."""
+        """Sentences about the tables for `duetime doctor`. The store need not be open."""
         return await schema.diagnose(self._address)
 
     @property
@@ -104,16 +106,16 @@ class DynamoStore:
 
     @writing
     async def join(self, member: Member) -> None:
-        now = self._open
-        await now.link.outliving(writes.join(now.membership.write, now.tables, member))
+        opened = self._open
+        await opened.client.outliving(writes.join(opened.membership.write, opened.tables, member))
 
     @writing
     async def heartbeat(self, instance_id: str, counter: int) -> int:
-        now = self._open
-        await now.link.outliving(writes.heartbeat(now.membership.write, now.tables, instance_id, counter))
-        if not now.link.clock.is_known:
-            raise StoreUnavailable("dynamodb: its answers carry no Date, so nobody knows what time it is there")
-        return now.link.clock.now_ms(now.link.boot_ms())
+        opened = self._open
+        await opened.client.outliving(writes.heartbeat(opened.membership.write, opened.tables, instance_id, counter))
+        if not opened.client.clock.is_known:
+            raise StoreUnavailable("dynamodb: its answers have no Date, so its time is not known")
+        return opened.client.clock.now_ms(opened.client.boot_ms())
 
     @reading
     async def members(self) -> list[Member]:
@@ -121,22 +123,22 @@ class DynamoStore:
 
     @writing
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
-        now = self._open
-        work = writes.mark_dead(now.membership.write, now.tables, instance_id, counter)
-        return await now.link.outliving(work)
+        opened = self._open
+        work = writes.mark_dead(opened.membership.write, opened.tables, instance_id, counter)
+        return await opened.client.outliving(work)
 
     @writing
     async def forget_member(self, instance_id: str) -> None:
-        now = self._open
-        await now.link.outliving(writes.forget_member(now.membership.write, now.tables, instance_id))
+        opened = self._open
+        await opened.client.outliving(writes.forget_member(opened.membership.write, opened.tables, instance_id))
 
     # -- shards
 
     @writing
     async def ensure_shards(self, count: int) -> None:
-        now = self._open
-        work = writes.ensure_shards(now.reads.read, now.changes.write, now.tables, count)
-        await now.link.outliving(work)
+        opened = self._open
+        work = writes.ensure_shards(opened.reads.read, opened.changes.write, opened.tables, count)
+        await opened.client.outliving(work)
 
     @reading
     async def shards(self) -> list[ShardRow]:
@@ -144,21 +146,21 @@ class DynamoStore:
 
     @writing
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
-        now = self._open
-        return await now.link.outliving(writes.claim(now.changes.write, now.tables, claims))
+        opened = self._open
+        return await opened.client.outliving(writes.claim(opened.changes.write, opened.tables, claims))
 
     @writing
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
-        now = self._open
-        return await now.link.outliving(writes.release(now.changes.write, now.tables, fences))
+        opened = self._open
+        return await opened.client.outliving(writes.release(opened.changes.write, opened.tables, fences))
 
     # -- timers
 
     @writing
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:
-        now = self._open
-        work = writes.commit(now.reads.read, now.commits.write, now.tables, batches)
-        return await now.link.outliving(work)
+        opened = self._open
+        work = writes.commit(opened.reads.read, opened.commits.write, opened.tables, batches)
+        return await opened.client.outliving(work)
 
     @reading
     async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
@@ -174,9 +176,9 @@ class DynamoStore:
 
     @writing
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
-        now = self._open
-        work = writes.purge_reached(now.lists.read, now.changes.write, now.tables, fences, before_ms, limit)
-        return await now.link.outliving(work)
+        opened = self._open
+        work = writes.purge_reached(opened.lists.read, opened.changes.write, opened.tables, fences, before_ms, limit)
+        return await opened.client.outliving(work)
 
     # -- namespaces
 
@@ -186,32 +188,32 @@ class DynamoStore:
 
     @writing
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
-        now = self._open
-        work = writes.put_namespace(now.changes.write, now.tables, namespace, expected_revision)
-        return await now.link.outliving(work)
+        opened = self._open
+        work = writes.put_namespace(opened.changes.write, opened.tables, namespace, expected_revision)
+        return await opened.client.outliving(work)
 
 
 class _Open:
-    """The lines of an open store. Each connects when it is first used."""
+    """The connection pools of an open store. Each connects when it is first used."""
 
-    def __init__(self, link: Link, tables: Tables, lines: Sequence[Line]) -> None:
-        self.link = link
+    def __init__(self, client: DynamoClient, tables: Tables, pools: Sequence[ConnectionPool]) -> None:
+        self.client = client
         self.tables = tables
-        self.commits, self.reads, self.changes, self.lists, self.membership = lines
+        self.commits, self.reads, self.changes, self.lists, self.membership = pools
 
     @classmethod
     async def to(cls, address: Address) -> Self:
-        link = Link(address)
-        counts = (LANES, READERS, READERS, READERS)
+        client = DynamoClient(address)
+        counts = (PARALLEL_COMMITS, READERS, READERS, READERS)
         try:
-            lines = [await link.line(count, CALL_SECONDS, ATTEMPT_SECONDS) for count in counts]
-            lines.append(await link.line(MEMBERSHIP_CONNECTIONS, MEMBERSHIP_SECONDS, MEMBERSHIP_ATTEMPT_SECONDS))
+            pools = [await client.open_pool(count, CALL_SECONDS, ATTEMPT_SECONDS) for count in counts]
+            pools.append(await client.open_pool(MEMBERSHIP_CONNECTIONS, MEMBERSHIP_SECONDS, MEMBERSHIP_ATTEMPT_SECONDS))
         except BaseException:
-            await link.close()
+            await client.close()
             raise
-        return cls(link, Tables(address.timers, address.cluster, {}), lines)
+        return cls(client, Tables(address.timers, address.cluster, {}), pools)
 
 
 async def wipe(url: str) -> None:
-    """For tests: all rows."""
-    await schema.wipe(connection.address_of(url))
+    """For tests: delete all rows."""
+    await schema.wipe(address_of(url))

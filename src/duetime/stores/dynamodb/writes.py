@@ -1,16 +1,18 @@
-"""What is said to DynamoDB: each act of the store as the requests it is made of.
+"""The writes of DynamoStore, and the reads that belong to them: each call as requests to the service.
 
-A batch is one transaction: first the fence, a check of the shard's item or, if the low water moves, its change; then
-the rows. Only if the fence's own condition fails is the shard lost. Each put says in its condition whether it expects
-to find a timer there, so that the answer to "was one replaced?" is part of what is atomic; where it guessed wrong,
-nothing is written, the service names those, and they are sent again the other way round.
+A batch is one transaction. Its first action is the fence: a check of the shard's item or, if the low water moves, an
+update of it. Then come the rows. The shard is lost only if the condition of the fence itself fails. Each put has a
+condition that says whether a timer is expected there, so that the answer to "was one replaced?" is part of the
+transaction. If an expectation was wrong, nothing is written, the service names these puts, and the transaction is sent
+again with the opposite expectation for them.
 
-The service refuses a transaction that meets another one about the same item. So one process sends what concerns one
-shard one after the other; whoever meets another instance's tries again (connection.py).
+The service rejects a transaction that conflicts with another one about the same item. So one process sends the writes
+of one shard one after the other. A conflict with another instance is retried (connection.py).
 
-What was acknowledged is in its place. Of a transaction that was not, the service promises no moment at which all of its
-items are there to a query, only that each is; a claim that comes right behind it could load without some of them. None
-does: owners are buried seconds after their last word, and what has no answer is asked after before a shard is claimed.
+An acknowledged transaction is visible to queries. For a transaction without an answer, the service does not promise a
+moment at which all its items are visible to a query, only that each will be. A claim immediately after it could load
+without some of them. That does not happen: an owner is declared dead only seconds after its last request, and a request
+without an answer is repeated before its shard is claimed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from duetime.store import (
 )
 from duetime.stores.dynamodb import rows as items
 from duetime.stores.dynamodb.connection import Run
-from duetime.stores.dynamodb.errors import CONDITION_FAILED, Refused
+from duetime.stores.dynamodb.errors import CONDITION_FAILED, ConditionFailed
 from duetime.stores.dynamodb.reads import Tables, all_of, rows_by_position
 from duetime.stores.dynamodb.rows import number, text
 from duetime.stores.fencing import NOTHING_REPLACED, as_a_whole, each_by_itself, in_steps, lost
@@ -60,22 +62,22 @@ __all__ = [
 T = TypeVar("T")
 R = TypeVar("R")
 
-ACTIONS_MAX: Final = 100  # of one transaction, the fence among them
-_ROUNDS_MAX: Final = 8  # of guesses: whoever owns the shard is right after the first
+ACTIONS_MAX: Final = 100  # of one transaction, including the fence
+_ATTEMPTS_MAX: Final = 8  # with changed expectations: the owner of the shard is right after the first
 
 _ALL_OLD: Final = {"ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
-_HOLDS: Final = "shard_version = :version AND shard_nonce = :nonce AND attribute_exists(shard_owner_id)"
+_FENCE_IS_VALID: Final = "shard_version = :version AND shard_nonce = :nonce AND attribute_exists(shard_owner_id)"
 
 
 # --- fences --------------------------------------------------------------------------------------
 
 
 def fence_action(tables: Tables, fence: Fence, low_water: Position | None = None) -> dict[str, Any]:
-    """The first part of every transaction: without it, none of the others."""
+    """The first action of every transaction: if it fails, none of the others is applied."""
     action: dict[str, Any] = {
         "TableName": tables.cluster,
         "Key": items.shard_key(fence.shard_id),
-        "ConditionExpression": _HOLDS,
+        "ConditionExpression": _FENCE_IS_VALID,
         "ExpressionAttributeValues": _fence_values(fence),
     }
     if low_water is None:
@@ -90,12 +92,12 @@ def _fence_values(fence: Fence) -> dict[str, Any]:
 
 
 async def _transact(run: Run, actions: Sequence[dict[str, Any]]) -> None:
-    """The token lets the service know it again if the answer is lost and it has to be sent once more."""
+    """By the token the service recognises the transaction if it is sent again after a lost answer."""
     await run("transact_write_items", TransactItems=actions, ClientRequestToken=uuid.uuid4().hex)
 
 
-async def _holds(read: Run, tables: Tables, fence: Fence) -> bool:
-    """For what has nothing to write."""
+async def _is_valid(read: Run, tables: Tables, fence: Fence) -> bool:
+    """Is the fence valid? For a batch that writes nothing."""
     answer = await read("get_item", TableName=tables.cluster, Key=items.shard_key(fence.shard_id), ConsistentRead=True)
     if "Item" not in answer:
         return False
@@ -107,7 +109,7 @@ async def _holds(read: Run, tables: Tables, fence: Fence) -> bool:
 
 
 async def join(run: Run, tables: Tables, member: Member) -> None:
-    """Joining twice is joining once; but the dead stay dead."""
+    """Joining twice is the same as joining once, but a dead member stays dead."""
     try:
         await run(
             "put_item",
@@ -116,8 +118,8 @@ async def join(run: Run, tables: Tables, member: Member) -> None:
             ConditionExpression="attribute_not_exists(item_name)",
             **_ALL_OLD,
         )
-    except Refused as refused:
-        if refused.item is None or not items.member_of(refused.item).alive:
+    except ConditionFailed as failed:
+        if failed.item is None or not items.member_of(failed.item).alive:
             raise MemberDead(f"{member.instance_id} was declared dead") from None
 
 
@@ -132,8 +134,8 @@ async def heartbeat(run: Run, tables: Tables, instance_id: str, counter: int) ->
             ExpressionAttributeValues={":counter": number(counter), ":alive": {"BOOL": True}},
             **_ALL_OLD,
         )
-    except Refused as refused:
-        if refused.item is None or not items.member_of(refused.item).alive:
+    except ConditionFailed as failed:
+        if failed.item is None or not items.member_of(failed.item).alive:
             raise MemberDead(f"{instance_id} was declared dead") from None
 
 
@@ -152,13 +154,13 @@ async def mark_dead(run: Run, tables: Tables, instance_id: str, counter: int) ->
             ExpressionAttributeValues={":counter": number(counter), ":dead": {"BOOL": False}},
             **_ALL_OLD,
         )
-    except Refused as refused:
-        return refused.item is None or not items.member_of(refused.item).alive
+    except ConditionFailed as failed:
+        return failed.item is None or not items.member_of(failed.item).alive
     return True
 
 
 async def forget_member(run: Run, tables: Tables, instance_id: str) -> None:
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(ConditionFailed):
         await run(
             "delete_item",
             TableName=tables.cluster,
@@ -176,13 +178,13 @@ async def shards(run: Run, tables: Tables) -> list[ShardRow]:
 
 
 async def ensure_shards(read: Run, write: Run, tables: Tables, count: int) -> None:
-    there = {row.shard_id for row in await shards(read, tables)}
-    missing = [shard_id for shard_id in range(count) if shard_id not in there]
+    existing = {row.shard_id for row in await shards(read, tables)}
+    missing = [shard_id for shard_id in range(count) if shard_id not in existing]
     as_a_whole(await each_by_itself(missing, missing, lambda shard_id: _ensure_shard(write, tables, shard_id)))
 
 
 async def _ensure_shard(run: Run, tables: Tables, shard_id: int) -> None:
-    with contextlib.suppress(Refused):  # another instance was first
+    with contextlib.suppress(ConditionFailed):  # another instance was first
         await run(
             "put_item",
             TableName=tables.cluster,
@@ -193,7 +195,7 @@ async def _ensure_shard(run: Run, tables: Tables, shard_id: int) -> None:
 
 async def claim(run: Run, tables: Tables, claims: Sequence[Claim]) -> list[ShardRow]:
     answers = as_a_whole(await each_by_itself(claims, [c.shard_id for c in claims], lambda c: _claim(run, tables, c)))
-    rows = {row.shard_id: row for row in answers}  # of several claims of one shard, as the last one left it
+    rows = {row.shard_id: row for row in answers}  # of several claims of one shard: as after the last one
     return [rows[claim.shard_id] for claim in claims]
 
 
@@ -217,8 +219,8 @@ async def _claim(run: Run, tables: Tables, claim: Claim) -> ShardRow:
             ReturnValues="ALL_NEW",
             **_ALL_OLD,
         )
-    except Refused as refused:  # by our own claim, perhaps, if its answer was lost: the nonce tells
-        return ShardRow(claim.shard_id) if refused.item is None else items.shard_row_of(refused.item)
+    except ConditionFailed as failed:  # perhaps our own claim was applied and its answer lost: the nonce shows it
+        return ShardRow(claim.shard_id) if failed.item is None else items.shard_row_of(failed.item)
     return items.shard_row_of(answer["Attributes"])
 
 
@@ -227,22 +229,22 @@ async def release(run: Run, tables: Tables, fences: Sequence[Fence]) -> list[Sha
 
 
 async def _release(run: Run, tables: Tables, fence: Fence) -> ShardLost | None:
-    async with tables.turn_of(fence.shard_id):
+    async with tables.lock_of(fence.shard_id):
         try:
             await run(
                 "update_item",
                 TableName=tables.cluster,
                 Key=items.shard_key(fence.shard_id),
                 UpdateExpression="SET shard_nonce = :free REMOVE shard_owner_id, shard_owner_address, shard_claimed_at",
-                ConditionExpression=_HOLDS,
+                ConditionExpression=_FENCE_IS_VALID,
                 ExpressionAttributeValues={**_fence_values(fence), ":free": number(0)},
                 **_ALL_OLD,
             )
-        except Refused as refused:
-            if refused.in_doubt and refused.item is not None:
-                row = items.shard_row_of(refused.item)
+        except ConditionFailed as failed:
+            if failed.may_be_applied and failed.item is not None:
+                row = items.shard_row_of(failed.item)
                 if row.owner_id is None and row.version == fence.version:
-                    return None  # nobody else could free it at this version
+                    return None  # only our own release can free it at this version
             return lost(fence)
         return None
 
@@ -251,47 +253,49 @@ async def _release(run: Run, tables: Tables, fence: Fence) -> ShardLost | None:
 
 
 async def commit(read: Run, write: Run, tables: Tables, batches: Sequence[Batch]) -> list[Committed | StoreError]:
-    """Each fares by itself: one shard that is too busy does not hold up the others."""
+    """Each batch succeeds or fails by itself: one shard that is throttled does not delay the others."""
     shard_ids = [batch.fence.shard_id for batch in batches]
     return await each_by_itself(batches, shard_ids, lambda batch: _commit(read, write, tables, batch))
 
 
 async def _commit(read: Run, write: Run, tables: Tables, batch: Batch) -> Committed | ShardLost:
-    async with tables.turn_of(batch.fence.shard_id):
+    async with tables.lock_of(batch.fence.shard_id):
         if not (batch.puts or batch.deletes or batch.reached or batch.low_water):
-            return NOTHING_REPLACED if await _holds(read, tables, batch.fence) else lost(batch.fence)
-        there = [_is_probably_there(timer) for timer in batch.puts]
-        for _ in range(_ROUNDS_MAX):
-            actions = commit_actions(tables, batch, there)
+            return NOTHING_REPLACED if await _is_valid(read, tables, batch.fence) else lost(batch.fence)
+        expected = [_probably_exists(timer) for timer in batch.puts]
+        for _ in range(_ATTEMPTS_MAX):
+            actions = commit_actions(tables, batch, expected)
             if len(actions) > ACTIONS_MAX:
-                raise StoreUnavailable(f"dynamodb: {len(actions)} rows in one batch; {ACTIONS_MAX} are the most")
+                raise StoreUnavailable(
+                    f"dynamodb: {len(actions)} actions in one batch; at most {ACTIONS_MAX} are allowed"
+                )
             try:
                 await _transact(write, actions)
-            except Refused as refused:
-                if refused.reasons[:1] == [CONDITION_FAILED]:
+            except ConditionFailed as failed:
+                if failed.reasons[:1] == [CONDITION_FAILED]:
                     return lost(batch.fence)
-                if refused.in_doubt:
-                    # The one before was not applied, or this one would have been known by its token; but it may
-                    # still be on its way, and find its conditions met by what we write next.
-                    raise OutcomeUnknown("dynamodb: an earlier attempt is still open") from None
-                wrong = refused.reasons[1 : len(there) + 1]
-                there = [is_there != (why == CONDITION_FAILED) for is_there, why in zip(there, wrong, strict=True)]
+                if failed.may_be_applied:
+                    # The earlier attempt was not applied, or this one would have been recognised by its token. But the
+                    # earlier one may still arrive, and its conditions may be met by what we write next.
+                    raise OutcomeUnknown("dynamodb: an earlier attempt may still be applied") from None
+                wrong = failed.reasons[1 : len(expected) + 1]
+                expected = [exists != (why == CONDITION_FAILED) for exists, why in zip(expected, wrong, strict=True)]
                 continue
-            return Committed(frozenset(i for i, is_there in enumerate(there) if is_there))
-        raise StoreUnavailable(f"dynamodb: the timers of shard {batch.fence.shard_id} change all the time")
+            return Committed(frozenset(i for i, exists in enumerate(expected) if exists))
+        raise StoreUnavailable(f"dynamodb: the timers of shard {batch.fence.shard_id} change too often")
 
 
-def _is_probably_there(timer: Timer) -> bool:
-    """Tried before, or rung before: then it is most likely stored. A first guess, no more."""
+def _probably_exists(timer: Timer) -> bool:
+    """A first guess: a timer that was attempted or fired before is most likely stored."""
     return timer.attempts > 0 or timer.extras.occurrence > 0
 
 
-def commit_actions(tables: Tables, batch: Batch, there: Sequence[bool]) -> list[dict[str, Any]]:
-    """The fence, the puts in their order, and the rest. The service wants each item named once."""
+def commit_actions(tables: Tables, batch: Batch, expected: Sequence[bool]) -> list[dict[str, Any]]:
+    """The fence, the puts in their order, and the rest. The service allows each item only once."""
     shard_id = batch.fence.shard_id
     actions = [fence_action(tables, batch.fence, batch.low_water)]
-    for timer, is_there in zip(batch.puts, there, strict=True):
-        condition = f"attribute_{'' if is_there else 'not_'}exists(row_key)"
+    for timer, exists in zip(batch.puts, expected, strict=True):
+        condition = f"attribute_{'' if exists else 'not_'}exists(row_key)"
         item = items.timer_item(shard_id, timer)
         actions.append({"Put": {"TableName": tables.timers, "Item": item, "ConditionExpression": condition}})
     for key in batch.deletes:
@@ -310,11 +314,11 @@ async def purge_reached(
 
 
 async def _purge(read: Run, write: Run, tables: Tables, fence: Fence, before_ms: int, limit: int) -> int | ShardLost:
-    """Steps of one transaction each, all fenced."""
+    """Several transactions, each with the fence."""
     first = items.after(items.REACHED, BEFORE_ALL)
     last = items.before(items.REACHED, bound_ms(before_ms))
     removed = 0
-    async with tables.turn_of(fence.shard_id):
+    async with tables.lock_of(fence.shard_id):
         while removed < limit:
             count = min(limit - removed, ACTIONS_MAX - 1)
             keys = {"ProjectionExpression": "shard_id, row_key"}
@@ -324,12 +328,12 @@ async def _purge(read: Run, write: Run, tables: Tables, fence: Fence, before_ms:
             deletes = [{"Delete": {"TableName": tables.timers, "Key": dict(item)}} for item in found]
             try:
                 await _transact(write, [fence_action(tables, fence), *deletes])
-            except Refused:
+            except ConditionFailed:
                 return lost(fence)
             removed += len(found)
             if ended:
                 break
-        if not removed and not await _holds(read, tables, fence):
+        if not removed and not await _is_valid(read, tables, fence):
             return lost(fence)
         return removed
 
@@ -362,7 +366,7 @@ async def put_namespace(run: Run, tables: Tables, namespace: Namespace, expected
             **request,
             **_ALL_OLD,
         )
-    except Refused as refused:
-        # Written by an attempt whose answer was lost?
-        return refused.in_doubt and refused.item is not None and refused.item.get("namespace_body") == body
+    except ConditionFailed as failed:
+        # True if it was written by an earlier attempt whose answer was lost.
+        return failed.may_be_applied and failed.item is not None and failed.item.get("namespace_body") == body
     return True

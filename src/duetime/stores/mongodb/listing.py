@@ -1,4 +1,4 @@
-"""Lists of MongoStore: each scan is a command, filtered by the server."""
+"""Lists of MongoStore: each scan is one command; the server filters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bson.datetime_ms import DatetimeMS
 from duetime.domain.timer import Reached, Timer
 from duetime.store import Listing, ListQuery, Unreadable
 from duetime.stores.merging import Item, Piece, Scan, matching, merged
-from duetime.stores.mongodb.connection import Talk
+from duetime.stores.mongodb.connection import Session
 from duetime.stores.mongodb.rows import (
     BY_CORRELATION,
     IN_ORDER,
@@ -21,7 +21,7 @@ from duetime.stores.mongodb.rows import (
     Document,
     bounds,
 )
-from duetime.stores.mongodb.statements import Run, between, gathered
+from duetime.stores.mongodb.statements import Run, between, gather_all
 from duetime.stores.rows import as_json, bound_ms
 
 __all__ = ["list_timers"]
@@ -32,12 +32,12 @@ async def list_timers(run: Run, query: ListQuery) -> Listing:
     projection = _projection(query)
 
     async def fetch(scans: Sequence[Scan]) -> list[Piece]:
-        return await gathered([run(partial(_fetch, query=query, scan=scan, projection=projection)) for scan in scans])
+        return await gather_all([run(partial(_fetch, query=query, scan=scan, projection=projection)) for scan in scans])
 
     return await merged(query, fetch, in_one_scan=query.correlation_id is not None)
 
 
-async def _fetch(talk: Talk, query: ListQuery, scan: Scan, projection: Document) -> Piece:
+async def _fetch(session: Session, query: ListQuery, scan: Scan, projection: Document) -> Piece:
     row_type = REACHED if query.outcomes else TIMER
     condition: Document = {}
     if query.correlation_id is None:
@@ -48,7 +48,7 @@ async def _fetch(talk: Talk, query: ListQuery, scan: Scan, projection: Document)
         condition = {"shard_id": {"$lt": scan.shard_id}}
     if found is None:
         return Piece((), ended=True)
-    cursor = talk.timers.find(condition, projection, session=talk.session)
+    cursor = session.timers.find(condition, projection, session=session.driver_session)
     documents = await between(cursor, index, found, scan.count).to_list()
     items: list[Item] = [(READING.place(document), _found(document, query)) for document in documents]
     return Piece(items, len(items) < scan.count)
@@ -60,9 +60,9 @@ def _found(document: Document, query: ListQuery) -> Timer | Reached | Unreadable
 
 
 def _projection(query: ListQuery) -> Document:
-    """Of documents that match everything, of the others the place only.
+    """Documents that match all filters as a whole, of the others only the position.
 
-    A tag is looked for in the text of the options, which finds too much; the reader looks again.
+    A tag is searched in the text of the options, which may match too much; it is checked again after decoding.
     """
     due = "$timer_scheduled_at" if query.outcomes else "$timer_execute_at"
     tests: list[Document] = [{"$eq": ["$timer_namespace", _literal(query.namespace)]}]
@@ -89,5 +89,5 @@ def _projection(query: ListQuery) -> Document:
 
 
 def _literal(text: str) -> dict[str, Any]:
-    """What begins with a dollar is else taken for the name of a field."""
+    """Without this, a text that begins with a dollar sign would be the name of a field."""
     return {"$literal": text}

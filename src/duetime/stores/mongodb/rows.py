@@ -1,10 +1,10 @@
-"""How timers, reached timers and shards are documents of one collection, and what its indexes are.
+"""How timers, reached timers and shards are stored as documents of one collection, and its indexes.
 
-`_id` says what a document is, as the text of a JSON list: [shard] for a shard (row type 1), [shard, namespace, id] for
-a timer (2), [shard, purge time, and the halves of a uuid] for a reached timer (3). So the index that every collection
-has anyway is the unique one, compared byte for byte. The fields are called as the columns elsewhere; one that would be
-null is left out. Times are dates, which hold milliseconds from long before 1970 to long after 9999: exactly what is
-needed, and what people who look into the collection expect.
+`_id` identifies a document by the text of a JSON list: [shard] for a shard (row type 1), [shard, namespace, id] for a
+timer (2), [shard, purge time, and the halves of a uuid] for a reached timer (3). So the index that every collection has
+is the unique one, compared byte by byte. Fields have the names of the columns in the other stores; a field that would
+be null is omitted. Times are dates, which have milliseconds from long before 1970 to long after 9999: exactly what is
+needed, and what people who read the collection expect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SMALLEST: Final = -LARGEST - 1
 
 _COLUMNS: Final = {TIMER: TIMER_COLUMNS, REACHED: REACHED_COLUMNS}
 _ARE_TIMES: Final = {kind: tuple(name in TIMES for name in names) for kind, names in _COLUMNS.items()}
-# What the driver reads as a kind of its own: dates, and numbers of 64 bits.
+# Columns that the driver decodes to types of its own: dates, and numbers of 64 bits.
 _LARGE: Final = TIMES | {name for name in REACHED_COLUMNS if "_uuid_" in name} | {"timer_generation"}
 _ARE_LARGE: Final = {
     kind: tuple(index for index, name in enumerate(names) if name in _LARGE) for kind, names in _COLUMNS.items()
@@ -48,11 +48,11 @@ _encode = msgspec.json.Encoder().encode
 
 # --- indexes -------------------------------------------------------------------------------------
 
-_PLACE: Final = ("timer_execute_at", "timer_uuid_high", "timer_uuid_low")
-IN_ORDER: Final = ("row_type", "shard_id", *_PLACE)
-BY_CORRELATION: Final = ("timer_correlation_id", "timer_namespace", "row_type", *_PLACE)
-# Newest first. The key is one field, because only then the server can skip from one to the next.
-NEWEST: Final = {"timer_key": 1, "timer_generation": -1, "timer_reached_at": -1, **dict.fromkeys(_PLACE, -1)}
+_POSITION: Final = ("timer_execute_at", "timer_uuid_high", "timer_uuid_low")
+IN_ORDER: Final = ("row_type", "shard_id", *_POSITION)
+BY_CORRELATION: Final = ("timer_correlation_id", "timer_namespace", "row_type", *_POSITION)
+# Newest first. The key is one field, because only then can the server skip from one key to the next.
+NEWEST: Final = {"timer_key": 1, "timer_generation": -1, "timer_reached_at": -1, **dict.fromkeys(_POSITION, -1)}
 
 INDEXES: Final[tuple[Document, ...]] = (
     {"name": "in_order", "key": dict.fromkeys(IN_ORDER, 1)},
@@ -72,9 +72,9 @@ INDEXES: Final[tuple[Document, ...]] = (
 def bounds(
     index: tuple[str, ...], leading: tuple[Any, ...], after: Position, until_ms: int
 ) -> tuple[Document, Document] | None:
-    """From where to where an index is read: `leading` are the values before the place. None: there is nothing.
+    """The bounds between which an index is read; `leading` are the values before the position. None: an empty range.
 
-    By bounds and not by a condition, because a place is three fields, and the server knows no rows that compare.
+    Bounds and not a condition, because a position has three fields, and the server cannot compare tuples.
     """
     first = _next(after._replace(execute_at_ms=bound_ms(after.execute_at_ms)))
     last_ms = bound_ms(until_ms)
@@ -85,9 +85,9 @@ def bounds(
     return dict(zip(index, start, strict=True)), dict(zip(index, end, strict=True))
 
 
-def _next(place: Position) -> Position:
-    """The one after it: bounds include where they begin."""
-    at_ms, high, low = place
+def _next(position: Position) -> Position:
+    """The next position: a lower bound is inclusive."""
+    at_ms, high, low = position
     if low < LARGEST:
         return Position(at_ms, high, low + 1)
     return Position(at_ms, high + 1, SMALLEST) if high < LARGEST else Position(at_ms + 1, SMALLEST, SMALLEST)
@@ -145,11 +145,11 @@ def _row(document: Mapping[str, Any], kind: int) -> list[Any]:
     return row
 
 
-def _place(document: Mapping[str, Any]) -> Position:
+def _position(document: Mapping[str, Any]) -> Position:
     """Position of a document that may be undecodable. The index sorts a missing value before all numbers, and a value
     of another type after them."""
-    halves = (_half(document.get(name)) for name in _PLACE[1:])
-    return Position(int(document[_PLACE[0]]), *halves)
+    halves = (_half(document.get(name)) for name in _POSITION[1:])
+    return Position(int(document[_POSITION[0]]), *halves)
 
 
 def _half(value: object) -> int:
@@ -162,7 +162,7 @@ def _name(document: Mapping[str, Any]) -> tuple[Any, Any]:
     return document.get("timer_namespace"), document.get("timer_id")
 
 
-READING: Final = Reading(timer=timer_in, reached=reached_in, place=_place, name=_name)
+READING: Final = Reading(timer=timer_in, reached=reached_in, place=_position, name=_name)
 
 
 def free_shard(shard_id: int) -> Document:
@@ -175,13 +175,13 @@ def free_shard(shard_id: int) -> Document:
         "shard_owner_id": None,
         "shard_owner_address": None,
         "shard_claimed_at": DatetimeMS(0),
-        "shard_commits": 0,  # changed by every fenced write: that is what makes two of them conflict
-        "shard_sessions": [],  # of the owner's transactions: whoever claims the shard ends them
+        "shard_commits": 0,  # changed by every fenced write, so that two of them conflict
+        "shard_sessions": [],  # of the owner's transactions: a claim of the shard ends them
     }
 
 
-def low_water_document(place: Position) -> Document:
-    return {"at": DatetimeMS(place.execute_at_ms), "uuid_high": place.uuid_high, "uuid_low": place.uuid_low}
+def low_water_document(position: Position) -> Document:
+    return {"at": DatetimeMS(position.execute_at_ms), "uuid_high": position.uuid_high, "uuid_low": position.uuid_low}
 
 
 def shard_in(document: Mapping[str, Any]) -> ShardRow:

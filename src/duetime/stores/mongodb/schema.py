@@ -1,7 +1,7 @@
-"""The collections under MongoStore: made, brought up to date, recognised; and what a doctor wants to know.
+"""The collections of MongoStore: create, migrate, recognise, diagnose.
 
-There is no lock: every step of a migration may be run by many at once, and again. A database is known as ours by its
-document in `duetime_schema`, which is there before anything else.
+There is no lock: every step of a migration may be run by many instances at the same time, and may be repeated. The
+document in `duetime_schema`, which is created before anything else, marks a database as Duetime's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pymongo.uri_parser import parse_uri
 
 from duetime.errors import SchemaMismatch, SetupError, StoreError, StoreUnavailable
 from duetime.stores.mongodb import connection
-from duetime.stores.mongodb.connection import NO_REPLICA_SET, Address
+from duetime.stores.mongodb.address import Address
+from duetime.stores.mongodb.errors import NO_REPLICA_SET, setup_error
 from duetime.stores.mongodb.rows import INDEXES, Document
 from duetime.telemetry import log
 
@@ -26,13 +27,13 @@ __all__ = ["SCHEMA_VERSION", "check", "diagnose", "migrate", "wipe"]
 Database = AsyncDatabase[Document]
 
 OLDEST_SERVER = 6
-SETUP_SECONDS = 60.0  # for all commands of a start together; making an index over many timers is slow
+SETUP_SECONDS = 60.0  # for all commands of a start together; creating an index over many timers is slow
 _COLLECTIONS = ("timers", "members", "namespaces")
 _SCHEMA = "duetime_schema"
 _EXISTS = 48
 
 
-async def _make_collections(db: Database) -> None:
+async def _create_collections(db: Database) -> None:
     for name in _COLLECTIONS:
         try:
             await db.command({"create": name, "writeConcern": {"w": "majority"}})
@@ -42,12 +43,12 @@ async def _make_collections(db: Database) -> None:
     await db.command({"createIndexes": "timers", "indexes": list(INDEXES), "writeConcern": {"w": "majority"}})
 
 
-_MIGRATIONS: tuple[Callable[[Database], Awaitable[None]], ...] = (_make_collections,)
+_MIGRATIONS: tuple[Callable[[Database], Awaitable[None]], ...] = (_create_collections,)
 SCHEMA_VERSION = len(_MIGRATIONS)
 
 
 async def migrate(address: Address) -> None:
-    """Make the collections, or bring them up to this version."""
+    """Create the collections, or migrate them to this version."""
     async with _database(address) as db:
         await _check_server(address, db)
         found = await _recognise(address, db)
@@ -57,23 +58,23 @@ async def migrate(address: Address) -> None:
         for number in range(found + 1, SCHEMA_VERSION + 1):
             await _MIGRATIONS[number - 1](db)
             await db[_SCHEMA].update_one({"_id": "schema"}, {"$max": {"version": number}})
-        log.info("%s: made the collections of schema %d", address.label, SCHEMA_VERSION)
+        log.info("%s: created the collections of schema %d", address.label, SCHEMA_VERSION)
 
 
 async def check(address: Address) -> None:
-    """Refuse a database that cannot be used, and say loudly what endangers the promise."""
+    """Raise an error for a database that cannot be used, and log warnings about settings that may lose timers."""
     async with _database(address) as db:
         await _check_server(address, db)
         found = await _recognise(address, db)
         if found < SCHEMA_VERSION:
             what = f"has schema {found}, this version needs {SCHEMA_VERSION}" if found else "has no collections yet"
-            raise SchemaMismatch(f"{address.label} {what}; `duetime serve` makes them")
-        for warning in await _dangers(db):
+            raise SchemaMismatch(f"{address.label} {what}; `duetime serve` creates them")
+        for warning in await _warnings(db):
             log.warning("%s: %s", address.label, warning)
 
 
 async def wipe(address: Address) -> None:
-    """For tests: all documents."""
+    """For tests: delete all documents."""
     async with _database(address) as db:
         if await _recognise(address, db):
             for name in _COLLECTIONS:
@@ -85,20 +86,20 @@ async def wipe(address: Address) -> None:
 
 @contextlib.asynccontextmanager
 async def _database(address: Address) -> AsyncIterator[Database]:
-    """By a client of its own. What goes wrong becomes an error that says what to do."""
+    """The database, with a client of its own. Errors are raised as errors that say what to do."""
     client = connection.connect(address, connections=2)
     try:
-        # Not pymongo.timeout: by that the driver would also wait for servers that cannot be reached.
+        # Not pymongo.timeout: with that the driver would wait just as long for servers that cannot be reached.
         async with asyncio.timeout(SETUP_SECONDS):
             yield client[address.database]
     except (StoreError, SetupError):
         raise
     except errors.ServerSelectionTimeoutError as error:
-        raise await _no_primary(address) or connection.setup_error(address, error) from error
+        raise await _no_primary(address) or setup_error(address, error) from error
     except TimeoutError as error:
         raise StoreUnavailable(f"mongodb: {address.label} is not ready within {SETUP_SECONDS:g} s") from error
     except Exception as error:
-        raise connection.setup_error(address, error) from error
+        raise setup_error(address, error) from error
     finally:
         await connection.close(client)
 
@@ -123,17 +124,17 @@ _INSECURE = ("tlsAllowInvalidCertificates", "tlsAllowInvalidHostnames", "tlsDisa
 
 
 async def _no_primary(address: Address) -> SetupError | None:
-    """Why no primary was found, if one of the hosts says something that will not pass by itself."""
+    """Why no primary was found, if one of the hosts reports something that an operator has to change."""
     if address.uri.startswith("mongodb+srv"):
         return None
     parsed = parse_uri(address.uri)
-    asked = {name: value for name, value in parsed["options"].items() if name.lower().startswith("tls")}
-    if "tlsInsecure" in asked:  # the parser adds the options it implies, and the client refuses both together
-        asked = {name: value for name, value in asked.items() if name not in _INSECURE}
+    attempts = {name: value for name, value in parsed["options"].items() if name.lower().startswith("tls")}
+    if "tlsInsecure" in attempts:  # the parser adds the options that it implies, and the client refuses both together
+        attempts = {name: value for name, value in attempts.items() if name not in _INSECURE}
     wanted = parsed["options"].get("replicaSet")
     for host, port in parsed["nodelist"]:
         single: connection.Client = AsyncMongoClient(
-            host, port, directConnection=True, serverSelectionTimeoutMS=1_000, connectTimeoutMS=1_000, **asked
+            host, port, directConnection=True, serverSelectionTimeoutMS=1_000, connectTimeoutMS=1_000, **attempts
         )
         try:
             hello = await single.admin.command("hello")
@@ -146,17 +147,17 @@ async def _no_primary(address: Address) -> SetupError | None:
         if "setName" not in hello:
             return _unusable(address, NO_REPLICA_SET)
         if wanted is not None and hello["setName"] != wanted:
-            return _unusable(address, f"is the replica set {hello['setName']!r}, and not {wanted!r}")
+            return _unusable(address, f"is the replica set {hello['setName']!r}, not {wanted!r}")
     return None
 
 
 async def _recognise(address: Address, db: Database) -> int:
-    """The schema version, 0 where there is nothing of ours."""
+    """The schema version, 0 if there are no collections of Duetime."""
     found = await db[_SCHEMA].find_one({"_id": "schema"})
     if found is None and "timers" in await db.list_collection_names(filter={"name": "timers"}):
-        found = await db[_SCHEMA].find_one({"_id": "schema"})  # another instance may be just ahead of us
+        found = await db[_SCHEMA].find_one({"_id": "schema"})  # another instance may have created it just now
         if found is None:
-            raise _unusable(address, "has a collection 'timers' of another program; name a database of its own")
+            raise _unusable(address, "has a collection 'timers' of another program; use a database of its own")
     version = int(found["version"]) if found else 0
     if version > SCHEMA_VERSION:
         raise SchemaMismatch(
@@ -165,40 +166,40 @@ async def _recognise(address: Address, db: Database) -> int:
     return version
 
 
-async def _dangers(db: Database) -> list[str]:
-    engine = await _told(db, "serverStatus", "storageEngine")
+async def _warnings(db: Database) -> list[str]:
+    engine = await _status_field(db, "serverStatus", "storageEngine")
     if engine is not None and not engine.get("persistent", True):
         return [f"the storage engine {engine['name']} keeps everything in memory: a restart loses all timers"]
     return []
 
 
-async def _told(db: Database, command: str, name: str) -> Any:
-    """None: the user may not ask that."""
+async def _status_field(db: Database, command: str, name: str) -> Any:
+    """One field of the answer to a command. None: the user is not allowed to run it."""
     try:
         return (await db.client.admin.command(command)).get(name)
     except errors.OperationFailure:
         return None
 
 
-# --- for the doctor ------------------------------------------------------------------------------
+# --- diagnose ------------------------------------------------------------------------------------
 
 
 async def diagnose(address: Address) -> list[str]:
-    """Plain sentences: what the server is, and, after "danger: ", what about it endangers the promise."""
+    """Sentences about the server; those that start with "danger: " are about settings that may lose timers."""
     async with _database(address) as db:
         hello = await _check_server(address, db)
         found = await _recognise(address, db)
         version = (await db.client.admin.command("buildInfo"))["version"]
-        said = [f"MongoDB {version}", _kind(hello)]
-        engine = await _told(db, "serverStatus", "storageEngine")
+        sentences = [f"MongoDB {version}", _kind(hello)]
+        engine = await _status_field(db, "serverStatus", "storageEngine")
         if engine is not None:
-            said.append(f"storage engine {engine['name']}")
-        connections = await _told(db, "serverStatus", "connections")
+            sentences.append(f"storage engine {engine['name']}")
+        connections = await _status_field(db, "serverStatus", "connections")
         if connections is not None:
             free, used = connections["available"], connections["current"]
-            said.append(f"{free} of {free + used} of its connections are free")
-        said.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
-        return said + [f"danger: {text}" for text in await _dangers(db)]
+            sentences.append(f"{free} of {free + used} of its connections are free")
+        sentences.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
+        return sentences + [f"danger: {text}" for text in await _warnings(db)]
 
 
 def _kind(hello: Document) -> str:

@@ -1,13 +1,13 @@
 """MongoStore: one replica set for any number of instances.
 
-A commit is a transaction that counts itself in the documents of its shards, on condition of their fences; it is
-acknowledged when a majority of the replica set has it on disk, and what is read was on a majority too. Two clients
-are kept apart: the heartbeat, on which the right to fire depends, waits behind no other work and for no other's
-connections. All other work shares one client, and with it one view of who the primary is, which only goes forward:
-who claims a shard and then loads it cannot be answered by a primary of before.
+A commit is a transaction that increments a counter in the documents of its shards, on condition of their fences. It is
+acknowledged when a majority of the replica set has it on disk; reads return only what a majority has. There are two
+clients. One is for the heartbeat, which the lease depends on, so that it never waits for other work or for its
+connections. All other work shares the second client, and with it one view of the primary, which only moves forward: a
+load after a claim is never answered by an earlier primary.
 
-statements.py and listing.py are what is said to the database, rows.py what its documents are,
-connection.py the sessions, transactions and errors, schema.py the collections.
+address.py: the URL. connection.py: clients, sessions, transactions. errors.py: what errors mean. rows.py: documents and
+indexes. statements.py and listing.py: commands. schema.py: collections.
 """
 
 from __future__ import annotations
@@ -33,91 +33,93 @@ from duetime.store import (
     ShardRow,
 )
 from duetime.stores.fencing import reading, writing
-from duetime.stores.mongodb import connection, schema, statements
-from duetime.stores.mongodb.connection import Address, Line, Moment
+from duetime.stores.mongodb import address, connection, schema, statements  # address reports a missing driver
+from duetime.stores.mongodb.address import Address
+from duetime.stores.mongodb.connection import ClusterTime, SessionPool
 from duetime.stores.mongodb.listing import list_timers
 
 __all__ = ["MongoStore", "wipe"]
 
-# Measured: one big commit at a time is quicker than several smaller ones; and those of one store never conflict.
-LANES = 1
+# Measured: one large commit at a time is faster than several small ones; and commits of one store never conflict.
+COMMITTERS = 1
 READERS = 4
 LISTERS = 4
 CHANGES = 2
 COMMAND_SECONDS = 10.0
-MEMBERSHIP_SECONDS = 1.5  # half a lease: a heartbeat that hangs leaves time for another one, on a new connection
+MEMBERSHIP_SECONDS = 1.5  # half a lease: leaves time for a second heartbeat, on a new connection
 
 
 class MongoStore:
-    # A document may have 16 MiB; a payload leaves room for all the rest.
+    # A document may have 16 MiB; the limit of a payload leaves enough for the other fields.
     capabilities = Capabilities(
-        name="mongodb", batch_max=2_000, payload_bytes_max=15 * 1024 * 1024, parallel_commits=LANES
+        name="mongodb", batch_max=2_000, payload_bytes_max=15 * 1024 * 1024, parallel_commits=COMMITTERS
     )
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._lines: _Open | None = None
-        self._beaten: dict[str, int] = {}  # member -> its counter, as last acknowledged
+        self._opened: _Open | None = None
+        self._acknowledged_counters: dict[str, int] = {}  # member -> its last acknowledged counter
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        return cls(connection.address_of(url))
+        return cls(address.address_of(url))
 
-    # -- life
+    # -- open and close
 
     async def migrate(self) -> None:
         await schema.migrate(self._address)
 
     async def open(self) -> None:
         await schema.check(self._address)
-        if self._lines is None:
-            self._lines = _Open(self._address)
+        if self._opened is None:
+            self._opened = _Open(self._address)
 
     async def close(self) -> None:
-        lines, self._lines = self._lines, None
-        if lines is not None:
-            await lines.close()
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.close()
 
     async def diagnose(self) -> list[str]:
-        """What a doctor says of the server, in plain sentences. Needs no open store."""
+        """Sentences about the server for `duetime doctor`. The store need not be open."""
         return await schema.diagnose(self._address)
 
     @property
     def _open(self) -> _Open:
-        if self._lines is None:
+        if self._opened is None:
             raise StoreUnavailable("the store is not open")
-        return self._lines
+        return self._opened
 
     # -- members
 
     @writing
     async def join(self, member: Member) -> None:
-        await statements.join(self._open.beats.write, member)
-        self._beaten.pop(member.instance_id, None)
+        await statements.join(self._open.heartbeats.write, member)
+        self._acknowledged_counters.pop(member.instance_id, None)
 
     @writing
     async def heartbeat(self, instance_id: str, counter: int) -> int:
-        """An election loses nothing that a majority has, and nothing else is ever acknowledged: so a new primary is
-        no reason to forget. But a set that was restored, or made anew by force from a member that lagged, has lost
-        commits; and with them this member's own counter, which is acknowledged twice a second."""
-        now_ms, before = await statements.heartbeat(self._open.beats.write, instance_id, counter)
-        if before < self._beaten.get(instance_id, before):
+        """An election loses nothing that a majority has, and nothing else is acknowledged, so a new primary is no
+        reason for FailedOver. But a replica set that was restored, or rebuilt by force from a member that lagged, has
+        lost commits. Then the counter of this member is older than the last one that was acknowledged, which happens
+        twice a second."""
+        now_ms, before = await statements.heartbeat(self._open.heartbeats.write, instance_id, counter)
+        if before < self._acknowledged_counters.get(instance_id, before):
             raise FailedOver(f"the database has lost acknowledged writes (heartbeat {before}): joining again")
-        self._beaten[instance_id] = counter
+        self._acknowledged_counters[instance_id] = counter
         return now_ms
 
     @reading
     async def members(self) -> list[Member]:
-        return await statements.members(self._open.looks.read)
+        return await statements.members(self._open.membership_reads.read)
 
     @writing
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
-        lines = self._open
-        return await statements.mark_dead(lines.beats.write, lines.looks.read, instance_id, counter)
+        opened = self._open
+        return await statements.mark_dead(opened.heartbeats.write, opened.membership_reads.read, instance_id, counter)
 
     @writing
     async def forget_member(self, instance_id: str) -> None:
-        await statements.forget_member(self._open.beats.write, instance_id)
+        await statements.forget_member(self._open.heartbeats.write, instance_id)
 
     # -- shards
 
@@ -131,8 +133,8 @@ class MongoStore:
 
     @writing
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
-        lines = self._open
-        return await statements.claim(lines.changes.write, lines.reads.read, claims, lines.commits.session_ids)
+        opened = self._open
+        return await statements.claim(opened.changes.write, opened.reads.read, claims, opened.commits.session_ids)
 
     @writing
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
@@ -172,24 +174,24 @@ class MongoStore:
 
 
 class _Open:
-    """The clients of an open store and their lines. Each connects when it is first used.
+    """The clients of an open store and their session pools. Each connects when it is first used.
 
-    All transactions are in one line, so that those of one store never conflict with each other. There are as many
-    connections as sessions, so that none waits for one.
+    All transactions run in one pool, so that those of one store never conflict with each other. There are as many
+    connections as sessions, so that no session waits for a connection.
     """
 
     def __init__(self, address: Address) -> None:
-        moment = Moment()
-        self._client = connection.connect(address, LANES + READERS + LISTERS + CHANGES)
+        cluster_time = ClusterTime()
+        self._client = connection.connect(address, COMMITTERS + READERS + LISTERS + CHANGES)
         self._membership = connection.connect(address, 3, MEMBERSHIP_SECONDS)
         name = address.database
-        self.commits = Line(self._client, name, LANES, COMMAND_SECONDS, moment)
-        self.changes = Line(self._client, name, CHANGES, COMMAND_SECONDS, moment)
-        self.reads = Line(self._client, name, READERS, COMMAND_SECONDS, moment)
-        self.lists = Line(self._client, name, LISTERS, COMMAND_SECONDS, moment)
-        self.beats = Line(self._membership, name, 2, MEMBERSHIP_SECONDS)
-        self.looks = Line(self._membership, name, 1, MEMBERSHIP_SECONDS)
-        self._all = [self.commits, self.changes, self.reads, self.lists, self.beats, self.looks]
+        self.commits = SessionPool(self._client, name, COMMITTERS, COMMAND_SECONDS, cluster_time)
+        self.changes = SessionPool(self._client, name, CHANGES, COMMAND_SECONDS, cluster_time)
+        self.reads = SessionPool(self._client, name, READERS, COMMAND_SECONDS, cluster_time)
+        self.lists = SessionPool(self._client, name, LISTERS, COMMAND_SECONDS, cluster_time)
+        self.heartbeats = SessionPool(self._membership, name, 2, MEMBERSHIP_SECONDS)
+        self.membership_reads = SessionPool(self._membership, name, 1, MEMBERSHIP_SECONDS)
+        self._all = [self.commits, self.changes, self.reads, self.lists, self.heartbeats, self.membership_reads]
 
     async def close(self) -> None:
         await asyncio.gather(*(line.close() for line in self._all))
@@ -198,5 +200,5 @@ class _Open:
 
 
 async def wipe(url: str) -> None:
-    """For tests: all documents."""
-    await schema.wipe(connection.address_of(url))
+    """For tests: delete all documents."""
+    await schema.wipe(address.address_of(url))

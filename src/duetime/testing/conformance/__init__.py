@@ -6,8 +6,8 @@ For an adapter of your own, in a test module of yours:
 
     class TestMyStore(StoreConformance):
         def new_store(self):        # a store object, not yet opened, on the database under test;
-            return MyStore(URL)     # called again where a test needs a second session
-        async def wipe(self):       # make that database empty: called before every test
+            return MyStore(URL)     # called again if a test needs a second session
+        async def wipe(self):       # empty that database: called before every test
             ...
         async def spoil_timer(self, shard_id, timer):   # make a stored row undecodable (harness.py); without
             ...                                         # these the tests of such rows are skipped
@@ -20,12 +20,11 @@ For an adapter that ships with Duetime, on a database named by URL:
 
     DUETIME_TEST_STORE=sqlite:///test.db pytest --pyargs duetime.testing.conformance
 
-That database is wiped before every test, so its name must contain the word "test". One that was asked for
-and cannot be reached is a failure, not a skip.
+That database is wiped before every test, so its name must contain the word "test". If it cannot be reached, the tests
+fail; they are not skipped.
 
-DUETIME_TEST_EXAMPLES says how many random histories are compared with MemoryStore (default 25).
-Needs pytest, pytest-asyncio and hypothesis. What differs between stores is in their Capabilities, and
-nothing else may.
+DUETIME_TEST_EXAMPLES is the number of random histories that are compared with MemoryStore (default 25).
+Needs pytest, pytest-asyncio and hypothesis. Stores may differ only in what their Capabilities say.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ pytest.register_assert_rewrite(
     "duetime.testing.conformance.unreadable",
 )
 
-from duetime.testing.conformance.harness import Harness  # noqa: E402 - after the rewriting is set up
+from duetime.testing.conformance.harness import Harness  # noqa: E402 - after register_assert_rewrite
 from duetime.testing.conformance.machine import AgreesWithMemory  # noqa: E402
-from duetime.testing.conformance.ownership import Fences, Life, Members, Namespaces, Shards, Zombies  # noqa: E402
+from duetime.testing.conformance.ownership import Fences, Lifecycle, Members, Namespaces, Shards, StaleOwners  # noqa: E402
 from duetime.testing.conformance.timers import Identity, Lists, Loads, ReachedRows, Upserts  # noqa: E402
 from duetime.testing.conformance.unreadable import UnreadableRows  # noqa: E402
 
@@ -50,12 +49,12 @@ __all__ = ["StoreConformance"]
 
 
 class StoreConformance(
-    Life,
+    Lifecycle,
     Members,
     Namespaces,
     Shards,
     Fences,
-    Zombies,
+    StaleOwners,
     Identity,
     Upserts,
     ReachedRows,
@@ -64,7 +63,7 @@ class StoreConformance(
     UnreadableRows,
     AgreesWithMemory,
 ):
-    """All of it. A subclass whose name starts with Test is what pytest runs."""
+    """All tests of the suite. pytest runs a subclass whose name starts with Test."""
 
 
 assert issubclass(StoreConformance, Harness)

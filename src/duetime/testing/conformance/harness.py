@@ -1,4 +1,4 @@
-"""What the conformance tests stand on: a store on an empty database, with shards that are owned."""
+"""What all conformance tests use: a store on an empty database, and functions to claim shards, write and read."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Harness:
         raise NotImplementedError
 
     # For the tests of rows that cannot be decoded. Each changes one stored row with the driver of the database, not
-    # with the store, so that the adapter cannot decode it any more. The key of the row stays as it is.
+    # with the store, so that the adapter can no longer decode it. The key of the row stays the same.
 
     async def spoil_timer(self, shard_id: int, timer: Timer) -> None:
-        """The row of that timer."""
+        """Spoil the row of that timer."""
         _cannot_spoil("spoil_timer")
 
     async def spoil_reached(self, shard_id: int, reached: Reached) -> None:
-        """That reached row."""
+        """Spoil that reached row."""
         _cannot_spoil("spoil_reached")
 
     async def spoil_namespace(self, name: str) -> None:
@@ -55,7 +55,7 @@ class Harness:
 
     @pytest_asyncio.fixture
     async def fence(self, store: Store) -> Fence:
-        """Shard 0, owned."""
+        """The fence of shard 0, which is claimed."""
         return await take(store, 0)
 
     @pytest_asyncio.fixture
@@ -77,7 +77,7 @@ def _cannot_spoil(method: str) -> None:
 
 
 async def take(store: Store, shard_id: int, nonce: int | None = None, owner_id: str = "a") -> Fence:
-    """Claim a shard whatever its version, and answer the fence."""
+    """Claim a shard at its current version, and return the fence."""
     version = next(row.version for row in await store.shards() if row.shard_id == shard_id)
     claim = Claim(shard_id, version, 1_000 + version if nonce is None else nonce, owner_id, "host:1", 1)
     [row] = await store.claim([claim])
@@ -86,10 +86,10 @@ async def take(store: Store, shard_id: int, nonce: int | None = None, owner_id: 
 
 
 async def put(store: Store, fence: Fence, *timers: Timer) -> Committed:
-    return await done(store, Batch(fence, puts=timers))
+    return await commit_one(store, Batch(fence, puts=timers))
 
 
-async def done(store: Store, batch: Batch) -> Committed:
+async def commit_one(store: Store, batch: Batch) -> Committed:
     """Commit a batch that must succeed."""
     [result] = await store.commit([batch])
     assert isinstance(result, Committed), result
@@ -108,7 +108,7 @@ async def load_one(store: Store, shard_id: int, after: Position, until_ms: int, 
 
 
 async def all_timers(store: Store, shard_id: int = 0, page: int = 1_000) -> list[Timer]:
-    """Every timer of a shard, by pages."""
+    """All timers of a shard, page by page."""
     timers: list[Timer] = []
     after: Position | None = BEFORE_ALL
     while after is not None:
@@ -126,7 +126,7 @@ async def all_reached(store: Store, namespace: str = "test", page: int = 100) ->
 
 
 async def listed(store: Store, query: ListQuery) -> tuple[list[Timer], list[Reached]]:
-    """What a query lists, by pages, until there is no next."""
+    """All results of a query, page by page."""
     timers: list[Timer] = []
     reached: list[Reached] = []
     after: Position | None = query.after
@@ -141,6 +141,6 @@ async def listed(store: Store, query: ListQuery) -> tuple[list[Timer], list[Reac
 
 
 async def contents(store: Store, namespace: str = "test") -> object:
-    """All that a test may have changed, for comparing before and after."""
+    """Everything that a test may have changed, to compare before and after."""
     timers = [await all_timers(store, row.shard_id) for row in await store.shards()]
     return await store.shards(), timers, await all_reached(store, namespace)

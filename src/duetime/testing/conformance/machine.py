@@ -1,4 +1,4 @@
-"""Conformance: random histories, played on the store under test and on MemoryStore, must read the same."""
+"""Conformance: random histories of calls give the same answers on the store under test and on MemoryStore."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from duetime.testing.conformance.harness import EVERY_OUTCOME, Harness, all_time
 
 T = TypeVar("T")
 
-# A small world, so that everything meets everything.
+# Few distinct values, so that calls affect the same rows often.
 SHARDS = 3
 IDS = ["a", "b", "B", "b ", "c%", "é", "e\u0301", "😀"]
 NAMESPACES = ["n", "N"]
@@ -56,7 +56,8 @@ def timers(draw: st.DrawFn, key: TimerKey) -> Timer:
 
 @st.composite
 def ends(draw: st.DrawFn, key: TimerKey) -> Reached:
-    """All of it follows from the key, the occurrence and the purge time: that makes "the same one again"."""
+    """Every field follows from the key, the generation, the occurrence and the purge time, so that the same reached row
+    can be drawn again."""
     generation, occurrence, purge_at_ms = draw(st.integers(1, 2)), draw(st.integers(0, 2)), draw(TIMES)
     timer = make_timer(
         key.timer_id,
@@ -76,12 +77,12 @@ def work(draw: st.DrawFn) -> list[Batch]:
     by_shard: dict[int, tuple[list[Timer], list[TimerKey], list[Reached]]] = {}
     for key in draw(st.lists(KEYS, unique=True, max_size=12)):
         puts, deletes, reached = by_shard.setdefault(shard_of(key.timer_id, SHARDS), ([], [], []))
-        act = draw(st.sampled_from(["put", "put", "delete", "settle", "rearm"]))
-        if act in ("put", "rearm"):
+        action = draw(st.sampled_from(["put", "put", "delete", "settle", "rearm"]))
+        if action in ("put", "rearm"):
             puts.append(draw(timers(key)))
         else:
             deletes.append(key)
-        if act in ("settle", "rearm"):
+        if action in ("settle", "rearm"):
             reached.extend(draw(st.lists(ends(key), min_size=1, max_size=3)))
     return [
         Batch(Fence(shard_id, 0, 0), *lists, draw(st.none() | POSITIONS))
@@ -101,7 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.loop.run_until_complete(action)
 
     def both(self, action: Callable[[Store], Coroutine[Any, Any, object]]) -> Any:
-        """Do it on both, compare the answers."""
+        """Make the call on both stores and compare the answers."""
         wanted, got = self.run(_answer(action(self.model))), self.run(_answer(action(self.store)))
         assert got == wanted
         return wanted
@@ -142,7 +143,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), batches=work())
     def commit_again(self, data: st.DataObject, batches: list[Batch]) -> None:
-        self.write(data, batches)  # two rules, because rules are drawn evenly and this is the one that matters
+        self.write(data, batches)  # a second rule, so that commits are drawn more often than other calls
 
     def write(self, data: st.DataObject, batches: list[Batch]) -> None:
         filled = [replace(batch, fence=self.a_fence(data, batch.fence.shard_id)) for batch in batches]
@@ -164,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.both(lambda store: store.purge_reached(fences, before_ms, limit))
 
     def a_fence(self, data: st.DataObject, shard_id: int) -> Fence:
-        """Mostly the newest, sometimes that with another nonce, sometimes any there ever was."""
+        """Mostly the newest fence, sometimes that with another nonce, sometimes an old one."""
         newest, choice = self.fences[shard_id][-1], data.draw(st.integers(0, 6), label="fence")
         if choice > 1:
             return newest
@@ -202,17 +203,19 @@ class StoreMachine(RuleBasedStateMachine):
     def list_some(self, query: ListQuery) -> None:
         self.both(lambda store: listed(store, query))
 
-    @rule(name=st.sampled_from("pq"), act=st.sampled_from(["join", "beat", "die", "forget"]), ahead=st.integers(0, 1))
-    def member(self, name: str, act: str, ahead: int) -> None:
-        # A counter only ever grows: what a store makes of a smaller one is not defined.
+    @rule(
+        name=st.sampled_from("pq"), action=st.sampled_from(["join", "beat", "die", "forget"]), ahead=st.integers(0, 1)
+    )
+    def member(self, name: str, action: str, ahead: int) -> None:
+        # A counter only grows: the effect of a smaller one is not defined.
         counter = next((m.counter for m in self.run(self.model.members()) if m.instance_id == name), 0) + ahead
-        acts: dict[str, Callable[[Store], Coroutine[Any, Any, object]]] = {
+        actions: dict[str, Callable[[Store], Coroutine[Any, Any, object]]] = {
             "join": lambda store: store.join(Member(name, "host:1", 0, True, 1)),
             "beat": lambda store: _beat(store, name, counter),
             "die": lambda store: store.mark_dead(name, counter),
             "forget": lambda store: store.forget_member(name),
         }
-        self.both(acts[act])
+        self.both(actions[action])
         self.both(_members)
 
     @rule(name=st.sampled_from(NAMESPACES), expected=st.none() | st.integers(0, 3), revision=st.integers(0, 3))
@@ -236,7 +239,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 async def _answer(action: Coroutine[Any, Any, T]) -> object:
-    """An answer in a form that compares: a StoreError by its kind, a sequence as a list."""
+    """The answer in a form that can be compared: a StoreError by its type."""
     try:
         answer: object = await action
     except StoreError as error:
@@ -272,6 +275,6 @@ class AgreesWithMemory(Harness):
             database=None,
             suppress_health_check=list(HealthCheck),
         )
-        # Hypothesis is synchronous and brings its own loop, hence a thread of its own.
-        machine: Any = lambda: StoreMachine(self)  # noqa: E731 - typed as a class there, but any factory will do
+        # Hypothesis is synchronous and the machine has its own event loop, so it runs in a thread.
+        machine: Any = lambda: StoreMachine(self)  # noqa: E731 - annotated as a class, but any factory works
         await asyncio.to_thread(run_state_machine_as_test, machine, settings=bounds)

@@ -1,4 +1,4 @@
-"""Conformance: timers and reached timers: what is stored, replaced, found, loaded and listed."""
+"""Conformance: timers and reached timers are stored, replaced, found, loaded and listed correctly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from duetime.testing.conformance.harness import (
     Harness,
     all_reached,
     all_timers,
-    done,
+    commit_one,
     listed,
     load,
     load_one,
@@ -72,27 +72,27 @@ ALIKE_IDS = [
 _PLAIN = {int, str, bool, float, type(None), Outcome}
 
 
-def _strange_types(value: object) -> set[type]:
-    """Of everything in it, down to the last field."""
+def _other_types(value: object) -> set[type]:
+    """Types of all values in it, at any depth, that are not plain ones."""
     if isinstance(value, Struct):
-        return _strange_types(msgspec.structs.astuple(value))
+        return _other_types(msgspec.structs.astuple(value))
     if isinstance(value, list | tuple | frozenset):
-        return set().union(*map(_strange_types, value))
+        return set().union(*map(_other_types, value))
     if isinstance(value, dict):
-        return _strange_types([*value, *value.values()])
+        return _other_types([*value, *value.values()])
     return set() if type(value) in _PLAIN else {type(value)}
 
 
 class Identity(Harness):
-    async def test_a_timer_comes_back_exactly_as_it_was_put(self, store: Store, fence: Fence) -> None:
+    async def test_a_timer_is_read_back_exactly_as_it_was_put(self, store: Store, fence: Fence) -> None:
         bare = make_timer("bare")
         await put(store, fence, FULL, bare)
         assert await store.get_many([(0, FULL.key), (0, bare.key)]) == [Found(FULL), Found(bare)]
         assert sorted(await all_timers(store), key=lambda timer: timer.timer_id) == [bare, FULL]
 
-    async def test_what_comes_back_is_of_plain_types(self, store: Store, fence: Fence) -> None:
-        """A driver's own kind of number or text is equal to ours, until somebody wants to send it on."""
-        await done(store, Batch(fence, [FULL], (), [make_reached(FULL)], Position(5, -6, 7)))
+    async def test_values_read_back_have_plain_types(self, store: Store, fence: Fence) -> None:
+        """A number or text type of the driver compares equal to ours, but cannot be encoded later."""
+        await commit_one(store, Batch(fence, [FULL], (), [make_reached(FULL)], Position(5, -6, 7)))
         await store.join(Member("m", "host:1", 1, True, 5, "secret"))
         await store.put_namespace(Namespace(name="plain", num_shards=SHARDS, created_at_ms=1), None)
         [found] = await store.get_many([(0, FULL.key)])
@@ -112,18 +112,18 @@ class Identity(Harness):
             await store.namespaces(),
             await store.heartbeat("m", 2),
         ):
-            assert _strange_types(answer) == set()
+            assert _other_types(answer) == set()
 
-    async def test_ids_that_look_alike_are_different_timers(self, store: Store, fence: Fence) -> None:
+    async def test_similar_ids_are_different_timers(self, store: Store, fence: Fence) -> None:
         timers = [make_timer(timer_id, payload=str(index)) for index, timer_id in enumerate(ALIKE_IDS)]
         assert (await put(store, fence, *timers)).replaced == frozenset()
         assert await store.get_many([(0, timer.key) for timer in timers]) == [Found(timer) for timer in timers]
-        await done(store, Batch(fence, deletes=[timer.key for timer in timers[::2]]))
+        await commit_one(store, Batch(fence, deletes=[timer.key for timer in timers[::2]]))
         assert await store.get_many([(0, timer.key) for timer in timers]) == [
             Found(timer if index % 2 else None) for index, timer in enumerate(timers)
         ]
 
-    async def test_namespaces_keep_equal_ids_apart(self, store: Store, fence: Fence) -> None:
+    async def test_equal_ids_in_different_namespaces_are_different_timers(self, store: Store, fence: Fence) -> None:
         timers = [make_timer("c", namespace=name) for name in ("a", "A", "a ", "a:b", "é", "e\u0301", "n" * 255)]
         timers += [make_timer("b:c", namespace="a"), make_timer("c" * 255, namespace="n" * 255)]
         await put(store, fence, *timers)
@@ -146,14 +146,14 @@ class Identity(Harness):
     )
     async def test_a_payload_is_kept_byte_for_byte(self, store: Store, fence: Fence, payload: str) -> None:
         timer = make_timer(payload=payload)
-        await done(store, Batch(fence, puts=[timer], reached=[make_reached(timer)]))
+        await commit_one(store, Batch(fence, puts=[timer], reached=[make_reached(timer)]))
         [found] = await store.get_many([(0, timer.key)])
         assert found.timer is not None
         assert found.timer.payload == payload
         assert found.reached is not None
         assert found.reached.timer.payload == payload
 
-    async def test_no_payload_and_an_empty_text_are_two_things(self, store: Store, fence: Fence) -> None:
+    async def test_no_payload_and_an_empty_payload_are_different(self, store: Store, fence: Fence) -> None:
         empty = make_timer("empty", payload="", correlation_id="")
         await put(store, fence, empty, make_timer("none"))
         assert await store.get_many([(0, empty.key)]) == [Found(empty)]
@@ -190,15 +190,13 @@ class Identity(Harness):
 
 
 class Upserts(Harness):
-    async def test_a_put_replaces_the_timer_of_the_same_key_wherever_it_stands(
-        self, store: Store, fence: Fence
-    ) -> None:
+    async def test_a_put_replaces_the_timer_of_the_same_key_at_any_position(self, store: Store, fence: Fence) -> None:
         old = make_timer("one", 5_000)
         assert (await put(store, fence, old)).replaced == frozenset()
         for new in (
             make_timer("one", 9_000, generation=2),  # later
             make_timer("one", 1_000, generation=3),  # earlier
-            make_timer("one", 1_000, generation=4, payload="1"),  # at the same place
+            make_timer("one", 1_000, generation=4, payload="1"),  # same position
             make_timer("one", 2_000, generation=4, attempts=1),  # same generation: a retry
             make_timer("one", 2_000, generation=4, attempts=1),  # the very same again
         ):
@@ -217,29 +215,33 @@ class Upserts(Harness):
             timer.timer_id for timer in sorted(second.puts, key=lambda timer: timer.position)
         ]
 
-    async def test_a_timer_may_take_the_place_another_one_leaves(self, store: Store, fence: Fence) -> None:
+    async def test_a_timer_may_move_to_the_position_of_another_one_in_the_same_batch(
+        self, store: Store, fence: Fence
+    ) -> None:
         left = make_timer("left", 1, uuid_high=1, uuid_low=1)
         right = make_timer("right", 2, uuid_high=1, uuid_low=1)
         await put(store, fence, left, right)
         swapped = [replace(left, execute_at_ms=2), replace(right, execute_at_ms=1)]
         assert (await put(store, fence, *swapped)).replaced == {0, 1}
         assert await all_timers(store) == swapped[::-1]
-        await done(store, Batch(fence, puts=[replace(left, execute_at_ms=1)], deletes=[right.key]))
+        await commit_one(store, Batch(fence, puts=[replace(left, execute_at_ms=1)], deletes=[right.key]))
         assert await all_timers(store) == [left]
 
-    async def test_a_delete_removes_the_timer_and_an_absent_one_is_fine(self, store: Store, fence: Fence) -> None:
+    async def test_a_delete_removes_the_timer_and_ignores_an_absent_one(self, store: Store, fence: Fence) -> None:
         timer, kept = make_timer("gone"), make_timer("kept")
         await put(store, fence, timer, kept)
         for _ in range(2):
-            await done(store, Batch(fence, deletes=[timer.key, TimerKey("test", "never was"), TimerKey("x", "kept")]))
+            await commit_one(
+                store, Batch(fence, deletes=[timer.key, TimerKey("test", "never was"), TimerKey("x", "kept")])
+            )
             assert await all_timers(store) == [kept]
 
-    async def test_a_delete_stays_in_its_shard(self, store: Store, fence: Fence) -> None:
+    async def test_a_delete_affects_only_its_shard(self, store: Store, fence: Fence) -> None:
         other_fence = await take(store, 1)
         timer = make_timer()
         await put(store, fence, timer)
         await put(store, other_fence, timer)
-        await done(store, Batch(fence, deletes=[timer.key]))
+        await commit_one(store, Batch(fence, deletes=[timer.key]))
         assert await store.get_many([(0, timer.key), (1, timer.key)]) == [Found(), Found(timer)]
 
     async def test_an_acknowledged_commit_is_seen_by_the_next_read(self, store: Store, fence: Fence) -> None:
@@ -252,17 +254,17 @@ class Upserts(Harness):
             assert timer in page.timers
             assert found == [Found(timer)]
 
-    async def test_the_largest_batch_goes_in_and_out_whole(self, store: Store, fence: Fence) -> None:
+    async def test_a_batch_of_the_largest_size_is_stored_and_deleted_whole(self, store: Store, fence: Fence) -> None:
         count = store.capabilities.batch_max
         timers = [make_timer(f"n-{number}", 1_000 + number) for number in range(count)]
         assert (await put(store, fence, *timers)).replaced == frozenset()
         assert await all_timers(store) == timers
         assert (await put(store, fence, *timers)).replaced == frozenset(range(count))
         assert await all_timers(store) == timers
-        await done(store, Batch(fence, deletes=[timer.key for timer in timers[: count // 2]]))
+        await commit_one(store, Batch(fence, deletes=[timer.key for timer in timers[: count // 2]]))
         assert await all_timers(store) == timers[count // 2 :]
 
-    async def test_commits_at_the_same_time_all_arrive(self, store: Store, other_session: Store) -> None:
+    async def test_concurrent_commits_are_all_applied(self, store: Store, other_session: Store) -> None:
         fences = [await take(store, shard_id) for shard_id in range(SHARDS)]
         timers = [make_timer(f"n-{number}", number) for number in range(40)]
         sessions = itertools.cycle((store, other_session))
@@ -272,41 +274,43 @@ class Upserts(Harness):
         for shard_id in range(SHARDS):
             assert await all_timers(store, shard_id) == timers
 
-    async def test_an_empty_commit_is_one_too(self, store: Store, fence: Fence) -> None:
+    async def test_an_empty_commit_succeeds(self, store: Store, fence: Fence) -> None:
         assert await store.commit([]) == []
-        assert (await done(store, Batch(fence))).replaced == frozenset()
+        assert (await commit_one(store, Batch(fence))).replaced == frozenset()
         assert await store.get_many([]) == []
 
 
 class ReachedRows(Harness):
-    async def test_a_reached_timer_comes_back_exactly(self, store: Store, fence: Fence) -> None:
+    async def test_a_reached_timer_is_read_back_exactly(self, store: Store, fence: Fence) -> None:
         for outcome in Outcome:
             timer = replace(FULL, timer_id=outcome.value)
             reached = make_reached(timer, outcome, reached_at_ms=5, purge_at_ms=LATEST_MS)
-            await done(store, Batch(fence, reached=[reached]))
+            await commit_one(store, Batch(fence, reached=[reached]))
             assert await store.get_many([(0, timer.key)]) == [Found(None, reached)]
 
-    async def test_settling_moves_a_timer_to_the_reached_in_one_commit(self, store: Store, fence: Fence) -> None:
+    async def test_one_commit_deletes_a_timer_and_adds_its_reached_row(self, store: Store, fence: Fence) -> None:
         timer = make_timer()
         await put(store, fence, timer)
         reached = make_reached(timer)
-        await done(store, Batch(fence, deletes=[timer.key], reached=[reached]))
+        await commit_one(store, Batch(fence, deletes=[timer.key], reached=[reached]))
         assert await all_timers(store) == []
         assert await store.get_many([(0, timer.key)]) == [Found(None, reached)]
 
     async def test_adding_the_same_reached_again_changes_nothing(self, store: Store, fence: Fence) -> None:
         reached = make_reached(make_timer())
         for _ in range(3):
-            await done(store, Batch(fence, reached=[reached]))
+            await commit_one(store, Batch(fence, reached=[reached]))
         assert await all_reached(store) == [reached]
 
-    async def test_a_timer_may_end_many_times_and_the_newest_end_is_found(self, store: Store, fence: Fence) -> None:
+    async def test_a_timer_may_be_reached_many_times_and_the_newest_reached_row_is_found(
+        self, store: Store, fence: Fence
+    ) -> None:
         ends = [
             make_reached(make_timer(generation=generation, extras=Extras(occurrence=occurrence)), reached_at_ms=at_ms)
             for at_ms, (generation, occurrence) in enumerate(itertools.product((1, 2), range(4)))
         ]
         waiting = make_timer(generation=3)
-        await done(store, Batch(fence, puts=[waiting], reached=[*ends[4:], *ends[:4]]))
+        await commit_one(store, Batch(fence, puts=[waiting], reached=[*ends[4:], *ends[:4]]))
         assert sorted(await all_reached(store), key=lambda reached: reached.reached_at_ms) == ends
         assert await store.get_many([(0, waiting.key)]) == [Found(waiting, ends[-1])]
 
@@ -315,13 +319,13 @@ class ReachedRows(Harness):
     ) -> None:
         timer = make_timer()
         reached = make_reached(timer)
-        await done(store, Batch(fence, reached=[reached]))
+        await commit_one(store, Batch(fence, reached=[reached]))
         assert list((await load_one(store, 0, BEFORE_ALL, FAR, 10)).timers) == []
         assert (await put(store, fence, timer)).replaced == frozenset()
-        await done(store, Batch(fence, deletes=[timer.key]))
+        await commit_one(store, Batch(fence, deletes=[timer.key]))
         assert await all_reached(store) == [reached]
 
-    async def test_purging_takes_the_oldest_up_to_the_limit_and_only_before_the_time(
+    async def test_a_purge_removes_the_oldest_rows_up_to_the_limit_and_only_before_the_time(
         self, store: Store, fence: Fence
     ) -> None:
         ends = [make_reached(make_timer(f"n-{number}"), purge_at_ms=number) for number in range(10)]
@@ -336,7 +340,7 @@ class ReachedRows(Harness):
         assert await all_reached(store) == [elsewhere, *ends[8:]]
         assert await all_timers(store) == [waiting]
 
-    async def test_purging_many_shards_is_judged_one_by_one(self, store: Store, fence: Fence) -> None:
+    async def test_a_purge_of_many_shards_has_a_result_for_each(self, store: Store, fence: Fence) -> None:
         fences = [fence, await take(store, 1), await take(store, 2)]
         ends = [make_reached(make_timer(f"n-{number}"), purge_at_ms=number) for number in range(6)]
         await store.commit(
@@ -350,7 +354,7 @@ class ReachedRows(Harness):
 
 
 class Loads(Harness):
-    async def test_many_stretches_are_answered_in_the_order_asked(self, store: Store, fence: Fence) -> None:
+    async def test_many_page_requests_are_answered_in_their_order(self, store: Store, fence: Fence) -> None:
         fences = [fence, await take(store, 1), await take(store, 2)]
         timers = [[make_timer(f"{s}-{n}", 10 + n) for n in range(4)] for s in range(3)]
         await store.commit([Batch(held, timers[s]) for s, held in enumerate(fences)])
@@ -371,7 +375,7 @@ class Loads(Harness):
         assert await store.load([]) == []
 
     @pytest.mark.parametrize("page", [1, 2, 3, 5, 6, 7, 8, 100])
-    async def test_pages_of_any_size_add_up_to_the_whole(self, store: Store, fence: Fence, page: int) -> None:
+    async def test_pages_of_any_size_together_are_complete(self, store: Store, fence: Fence, page: int) -> None:
         timers = [make_timer(f"{time}-{n}", time) for time in (5, 6, 6_000) for n in range(2 + time % 3)]
         await put(store, fence, *timers)
         whole = sorted(timers, key=lambda timer: timer.position)
@@ -398,7 +402,7 @@ class Loads(Harness):
             assert list((await load_one(store, 0, just_before, 12, 50)).timers) == timers[index:]
         assert list((await load_one(store, 0, BEFORE_ALL, 11, 50)).timers) == timers[:6]
 
-    async def test_no_next_means_the_range_is_exhausted(self, store: Store, fence: Fence) -> None:
+    async def test_a_page_without_next_is_the_end_of_the_range(self, store: Store, fence: Fence) -> None:
         await put(store, fence, *(make_timer(f"n-{n}", n) for n in range(5)))
         assert (await load_one(store, 0, BEFORE_ALL, FAR, 50)).next is None
         assert (await load_one(store, 0, BEFORE_ALL, 2, 50)).next is None
@@ -406,7 +410,7 @@ class Loads(Harness):
         nothing = await load_one(store, 3, BEFORE_ALL, FAR, 4)
         assert (list(nothing.timers), nothing.next) == ([], None)
 
-    async def test_a_load_stays_in_its_shard(self, store: Store, fence: Fence) -> None:
+    async def test_a_load_reads_only_its_shard(self, store: Store, fence: Fence) -> None:
         other_fence = await take(store, 1)
         here, there = make_timer("here"), make_timer("there")
         await put(store, fence, here)
@@ -414,7 +418,7 @@ class Loads(Harness):
         assert await all_timers(store, 0) == [here]
         assert await all_timers(store, 1) == [there]
 
-    async def test_keys_are_answered_in_the_order_asked_even_twice(self, store: Store, fence: Fence) -> None:
+    async def test_keys_are_answered_in_their_order_also_if_repeated(self, store: Store, fence: Fence) -> None:
         one, two = make_timer("one"), make_timer("two")
         await put(store, fence, one, two)
         keys = [two.key, TimerKey("test", "none"), one.key, two.key]
@@ -423,7 +427,8 @@ class Loads(Harness):
 
 class Lists(Harness):
     async def fill(self, store: Store) -> list[Timer]:
-        """Timers and reached ones in all shards and two namespaces, with everything a filter looks at."""
+        """Timers and reached timers in all shards and two namespaces, with different values in all fields that can be
+        filtered by."""
         batches: dict[int, tuple[list[Timer], list[Timer]]] = {n: ([], []) for n in range(SHARDS)}
         for number in range(60):
             timer = make_timer(
@@ -439,19 +444,19 @@ class Lists(Harness):
                 make_reached(timer, list(Outcome)[n % 4], purge_at_ms=9_000 - timer.execute_at_ms % 7)
                 for n, timer in enumerate(ended)
             ]
-            await done(store, Batch(await take(store, shard_id), waiting, (), reached))
+            await commit_one(store, Batch(await take(store, shard_id), waiting, (), reached))
         return [timer for waiting, ended in batches.values() for timer in waiting + ended]
 
     @pytest.mark.parametrize("limit", [7, 37, 100])
-    async def test_many_pages_over_many_shards_are_whole_and_in_order(self, store: Store, limit: int) -> None:
-        """Shards of very different fill and a page much smaller than the whole: merges that go on in many rounds."""
+    async def test_many_pages_over_many_shards_are_complete_and_in_order(self, store: Store, limit: int) -> None:
+        """Shards of very different size and pages much smaller than the whole, so that merging takes many rounds."""
         fences = [await take(store, shard_id) for shard_id in range(SHARDS)]
         timers: list[Timer] = []
         for number in range(1_200):
             shard = number % SHARDS if number % 7 else 0
             timer = make_timer(f"n-{number}", (number * 7_919) % 100_000)
             timers.append(timer)
-            if number % 3 == 0:  # rows of another namespace lie between
+            if number % 3 == 0:  # with rows of another namespace between them
                 other = make_timer(f"o-{number}", (number * 104_729) % 100_000, namespace="other")
                 await store.commit([Batch(fences[shard], [timer, other])])
             else:
@@ -459,7 +464,7 @@ class Lists(Harness):
         found, _ = await listed(store, ListQuery(namespace="test", num_shards=SHARDS, limit=limit))
         assert found == sorted(timers, key=lambda timer: timer.position)
 
-    async def test_lists_agree_with_a_naive_filter_for_every_page_size(self, store: Store) -> None:
+    async def test_lists_agree_with_a_simple_filter_for_every_page_size(self, store: Store) -> None:
         await self.fill(store)
         waiting = (await listed(store, ListQuery(namespace="test", num_shards=SHARDS, limit=1_000)))[0]
         ended = await all_reached(store)
@@ -497,7 +502,7 @@ class Lists(Harness):
         ]
         return [msgspec.structs.replace(plain, **change) for change in changes]
 
-    async def test_a_list_is_of_one_namespace_and_its_shards(self, store: Store) -> None:
+    async def test_a_list_contains_one_namespace_and_its_shards_only(self, store: Store) -> None:
         timers = await self.fill(store)
         others, _ = await listed(store, ListQuery(namespace="other", num_shards=SHARDS))
         assert others
@@ -508,7 +513,7 @@ class Lists(Harness):
         assert await listed(store, ListQuery(namespace="nobody's", num_shards=SHARDS)) == ([], [])
         assert {timer.namespace for timer in timers} == {"test", "other"}
 
-    async def test_a_few_among_very_many_of_others_are_found_by_following_next(self, store: Store) -> None:
+    async def test_a_rare_timer_among_many_of_another_namespace_is_found_by_following_next(self, store: Store) -> None:
         fence = await take(store, 0)
         count = min(1_000, store.capabilities.batch_max)
         for start in range(0, 3 * count, count):

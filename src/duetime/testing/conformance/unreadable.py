@@ -17,7 +17,7 @@ from duetime.testing.conformance.harness import (
     SHARDS,
     Harness,
     all_timers,
-    done,
+    commit_one,
     load,
     load_one,
     put,
@@ -28,7 +28,7 @@ _PLAIN = ListQuery(namespace="test", num_shards=SHARDS)
 
 
 def full_timer(timer_id: str, execute_at_ms: int = 100, generation: int = 1) -> Timer:
-    """With something in every column that has a format of its own."""
+    """A timer with a value in every column that has a format of its own."""
     return make_timer(
         timer_id,
         execute_at_ms,
@@ -42,7 +42,7 @@ def full_timer(timer_id: str, execute_at_ms: int = 100, generation: int = 1) -> 
 
 class UnreadableRows(Harness):
     async def fill_and_spoil(self, store: Store, fence: Fence, count: int = 6, spoilt: int = 2) -> list[Timer]:
-        """Timers in order, of which one is spoilt."""
+        """Store timers in order, and spoil one of them."""
         timers = [full_timer(f"t-{number}", 100 + number) for number in range(count)]
         await put(store, fence, *timers)
         await self.spoil_timer(fence.shard_id, timers[spoilt])
@@ -50,7 +50,7 @@ class UnreadableRows(Harness):
 
     # -- load
 
-    async def test_the_others_of_its_page_are_loaded(self, store: Store, fence: Fence) -> None:
+    async def test_the_other_timers_of_its_page_are_loaded(self, store: Store, fence: Fence) -> None:
         timers = await self.fill_and_spoil(store, fence)
         page = await load_one(store, 0, BEFORE_ALL, FAR, 50)
         assert list(page.timers) == [*timers[:2], *timers[3:]]
@@ -68,7 +68,7 @@ class UnreadableRows(Harness):
 
     @pytest.mark.parametrize("spoilt", [0, 1, 2, 5])
     @pytest.mark.parametrize("page", [1, 2, 3, 6])
-    async def test_pages_move_past_it_wherever_they_end(
+    async def test_pages_continue_after_it_wherever_they_end(
         self, store: Store, fence: Fence, page: int, spoilt: int
     ) -> None:
         timers = await self.fill_and_spoil(store, fence, spoilt=spoilt)
@@ -87,7 +87,7 @@ class UnreadableRows(Harness):
         assert found == [*timers[:spoilt], *timers[spoilt + 1 :]]
         assert [item.position for item in unreadable] == [timers[spoilt].position]
 
-    async def test_the_other_shards_of_a_load_are_as_usual(self, store: Store, fence: Fence) -> None:
+    async def test_the_other_shards_of_a_load_are_not_affected(self, store: Store, fence: Fence) -> None:
         others = [await take(store, shard_id) for shard_id in (1, 2)]
         timers = await self.fill_and_spoil(store, fence)
         for other in others:
@@ -100,7 +100,7 @@ class UnreadableRows(Harness):
         assert len(spoilt.timers) == len(timers) - 1
         self.assert_reported(spoilt, timers[2])
 
-    async def test_a_page_of_nothing_else_is_empty(self, store: Store, fence: Fence) -> None:
+    async def test_a_page_with_only_that_row_is_empty(self, store: Store, fence: Fence) -> None:
         [timer] = await self.fill_and_spoil(store, fence, 1, 0)
         page = await load_one(store, 0, BEFORE_ALL, FAR, 50)
         assert (list(page.timers), page.next) == ([], None)
@@ -108,23 +108,23 @@ class UnreadableRows(Harness):
 
     # -- get
 
-    async def test_a_get_tells_that_it_is_there_and_why_it_cannot_be_read(self, store: Store, fence: Fence) -> None:
+    async def test_a_get_reports_that_it_exists_and_why_it_cannot_be_read(self, store: Store, fence: Fence) -> None:
         timers = await self.fill_and_spoil(store, fence)
         ended = make_reached(full_timer("t-2", 50))
-        await done(store, Batch(fence, reached=[ended]))
+        await commit_one(store, Batch(fence, reached=[ended]))
         good, bad, none = await store.get_many([(0, timer.key) for timer in (*timers[1:3], make_timer("none"))])
         assert (good, none) == (Found(timers[1]), Found())
         assert (bad.timer, bad.reached) == (None, ended)
         assert bad.unreadable
         assert "\n" not in bad.unreadable
 
-    async def test_a_get_of_very_many_keys_tells_it_too(self, store: Store, fence: Fence) -> None:
+    async def test_a_get_of_very_many_keys_reports_it(self, store: Store, fence: Fence) -> None:
         timers = await self.fill_and_spoil(store, fence, 90, 70)
         found = await store.get_many([(0, timer.key) for timer in timers])
         assert [item.timer for item in found] == [None if n == 70 else timer for n, timer in enumerate(timers)]
         assert [n for n, item in enumerate(found) if item.unreadable] == [70]
 
-    async def test_a_reached_row_counts_as_absent_and_an_older_one_as_the_newest(
+    async def test_an_unreadable_reached_row_counts_as_absent_and_an_older_one_is_the_newest(
         self, store: Store, fence: Fence
     ) -> None:
         ends = [
@@ -133,7 +133,7 @@ class UnreadableRows(Harness):
         ]
         alone = make_reached(full_timer("alone"))
         timer = full_timer("over", 200, 4)
-        await done(store, Batch(fence, [timer], (), [*ends, alone]))
+        await commit_one(store, Batch(fence, [timer], (), [*ends, alone]))
         for reached in (*ends[1:], alone):
             await self.spoil_reached(0, reached)
         keys = [(0, timer.key), (0, alone.timer.key)]
@@ -142,7 +142,7 @@ class UnreadableRows(Harness):
     # -- list
 
     @pytest.mark.parametrize("limit", [1, 2, 5, 50])
-    async def test_lists_leave_it_out_and_count_it(self, store: Store, fence: Fence, limit: int) -> None:
+    async def test_lists_omit_it_and_count_it(self, store: Store, fence: Fence, limit: int) -> None:
         other = await take(store, 1)
         timers = await self.fill_and_spoil(store, fence)
         await put(store, other, beside := full_timer("beside", 103))
@@ -157,11 +157,9 @@ class UnreadableRows(Harness):
         assert await self.list_and_count(store, replace(_PLAIN, namespace="other")) == ([], 0)
 
     @pytest.mark.parametrize("limit", [1, 2, 50])
-    async def test_lists_of_reached_timers_leave_it_out_and_count_it(
-        self, store: Store, fence: Fence, limit: int
-    ) -> None:
+    async def test_lists_of_reached_timers_omit_it_and_count_it(self, store: Store, fence: Fence, limit: int) -> None:
         ends = [make_reached(full_timer(f"t-{n}"), purge_at_ms=900 + n) for n in range(5)]
-        await done(store, Batch(fence, reached=ends))
+        await commit_one(store, Batch(fence, reached=ends))
         for reached in (ends[0], ends[3]):
             await self.spoil_reached(0, reached)
         for query in (_PLAIN, replace(_PLAIN, correlation_id="trace")):
@@ -187,7 +185,7 @@ class UnreadableRows(Harness):
     async def test_a_put_replaces_it(self, store: Store, fence: Fence, move_ms: int) -> None:
         timers = await self.fill_and_spoil(store, fence)
         new = full_timer("t-2", 102 + move_ms, 2)
-        assert await done(store, Batch(fence, puts=[new])) == Committed(frozenset({0}))
+        assert await commit_one(store, Batch(fence, puts=[new])) == Committed(frozenset({0}))
         page = await load_one(store, 0, BEFORE_ALL, FAR, 50)
         wanted = sorted([*timers[:2], new, *timers[3:]], key=lambda timer: timer.position)
         assert (list(page.timers), list(page.unreadable)) == (wanted, [])
@@ -195,15 +193,15 @@ class UnreadableRows(Harness):
 
     async def test_a_delete_removes_it(self, store: Store, fence: Fence) -> None:
         timers = await self.fill_and_spoil(store, fence)
-        await done(store, Batch(fence, deletes=[timers[2].key]))
+        await commit_one(store, Batch(fence, deletes=[timers[2].key]))
         page = await load_one(store, 0, BEFORE_ALL, FAR, 50)
         assert (list(page.timers), list(page.unreadable)) == ([*timers[:2], *timers[3:]], [])
         assert await store.get_many([(0, timers[2].key)]) == [Found()]
 
-    async def test_its_shard_is_written_claimed_and_released_as_usual(self, store: Store, fence: Fence) -> None:
+    async def test_its_shard_can_be_written_claimed_and_released(self, store: Store, fence: Fence) -> None:
         timers = await self.fill_and_spoil(store, fence)
         new = full_timer("new", 500)
-        await done(store, Batch(fence, [new], [timers[0].key], low_water=timers[0].position))
+        await commit_one(store, Batch(fence, [new], [timers[0].key], low_water=timers[0].position))
         again = await take(store, 0, owner_id="b")
         assert (await store.shards())[0].fence == again
         await put(store, again, newer := full_timer("newer", 501))
@@ -212,14 +210,14 @@ class UnreadableRows(Harness):
 
     async def test_a_reached_row_is_purged_like_any_other(self, store: Store, fence: Fence) -> None:
         ends = [make_reached(full_timer(f"t-{n}"), purge_at_ms=900 + n) for n in range(3)]
-        await done(store, Batch(fence, reached=ends))
+        await commit_one(store, Batch(fence, reached=ends))
         await self.spoil_reached(0, ends[1])
         assert await store.purge_reached([fence], 902, 10) == [2]
         assert await self.list_and_count(store, replace(_PLAIN, outcomes=EVERY_OUTCOME)) == ([ends[2]], 0)
 
     # -- namespaces
 
-    async def test_a_namespace_is_left_out_and_logged_once(
+    async def test_a_namespace_is_omitted_and_logged_once(
         self, store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(rows, "_logged_namespaces", set())

@@ -1,4 +1,4 @@
-"""The database of the simulated cluster: the memory store, and records of it for the checker."""
+"""The database of the simulated cluster: the memory store, which also records what the checker needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SimDatabase(MemoryStore):
     def __init__(self, clock: Clock, capabilities: Capabilities) -> None:
         super().__init__(clock)
         self.capabilities = capabilities
-        # (delivery id, attempt) -> when an outcome of that attempt was written.
+        # (delivery id, attempt) -> when the result of that attempt was written.
         self.recorded_at_ms: dict[tuple[str, int], int] = {}
         self.over_at_ms: dict[str, int] = {}  # delivery id -> when it was over: no attempt follows
         self.stored_namespaces: dict[str, list[Namespace]] = {}  # every version of each
@@ -37,7 +37,7 @@ class SimDatabase(MemoryStore):
             for old, new in changes:
                 is_over = new is None or new.delivery_id != old.delivery_id
                 now = ended.get(old.key) if is_over else new
-                # One that is skipped, cancelled or put back for later was not attempted.
+                # A timer that was skipped, cancelled or parked was not attempted.
                 if now is not None and now.delivery_id == old.delivery_id and now.attempts > old.attempts:
                     self.recorded_at_ms.setdefault((old.delivery_id, now.attempts), now_ms)
                 if is_over:
@@ -66,12 +66,12 @@ class SimDatabase(MemoryStore):
         query = ListQuery(namespace=namespace, num_shards=row.num_shards, limit=1_000_000)
         return list((await self.list_timers(query)).timers)
 
-    async def is_at_rest(self) -> bool:
+    async def is_empty(self) -> bool:
         """No timer is scheduled, in any namespace."""
         return not any(shard.timers.keys() - self.spoilt for shard in self._shards.values())
 
     def spoil_one(self, rng: random.Random) -> None:
-        """Make the row of some timer unreadable, if the memory store knows how to."""
+        """Make the row of a random timer unreadable, if the memory store supports that."""
         spoil = getattr(self, "spoil_timer", None)
         there = [(shard_id, key) for shard_id, shard in self._shards.items() for key in shard.timers]
         if spoil is not None and there:

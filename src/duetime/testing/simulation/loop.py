@@ -1,4 +1,4 @@
-"""The simulator's event loop: virtual time, an order chosen by the seed, and instances that freeze or die."""
+"""The simulator's event loop: virtual time, an order chosen by the seed, and instances that freeze or crash."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from duetime.testing.virtual import Deadlock, VirtualLoop
 
 __all__ = ["INSTANCE", "Livelock", "SimLoop"]
 
-# Whose code is running: handles carry it in their context, so that a whole instance can be stopped in its tracks.
+# The instance whose code is running. Handles carry it in their context, so that a whole instance can be stopped.
 INSTANCE: ContextVar[str] = ContextVar("instance", default="")
 
 _STEPS_MAX = 3_000_000
 
 
 class Livelock(RuntimeError):
-    """Something goes round in circles."""
+    """The simulation does not end."""
 
 
 class SimLoop(VirtualLoop):
-    """Runs what is ready in an order chosen by the seed, and holds back whatever belongs to the frozen."""
+    """Runs ready handles in an order chosen by the seed, and delays those of frozen instances."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
         self._rng = rng
         self.frozen: dict[str, list[asyncio.Handle]] = {}
-        self.dead: set[str] = set()
+        self.killed: set[str] = set()
         self.steps = 0
-        self._buried: list[asyncio.Handle] = []
-        self.set_exception_handler(lambda loop, context: None)  # the dead retrieve no exceptions
+        self._discarded: list[asyncio.Handle] = []
+        self.set_exception_handler(lambda loop, context: None)  # killed instances do not retrieve exceptions
 
     def _run_once(self) -> None:
         ready = cast(Any, self)._ready
@@ -51,15 +51,15 @@ class SimLoop(VirtualLoop):
         ready.clear()
         self.steps += len(handles)
         if self.steps > _STEPS_MAX:
-            raise Livelock(f"{_STEPS_MAX:,} steps and {self.now:.0f} s of virtual time: something spins")
+            raise Livelock(f"{_STEPS_MAX:,} steps and {self.now:.0f} s of virtual time: endless loop?")
         if len(handles) > 1:
             self._rng.shuffle(handles)
         for handle in handles:
             if handle._cancelled:
                 continue
             owner = handle._context.get(INSTANCE, "")
-            if owner in self.dead:
-                self._buried.append(handle)
+            if owner in self.killed:
+                self._discarded.append(handle)
             elif owner in self.frozen:
                 self.frozen[owner].append(handle)
             else:
@@ -68,21 +68,21 @@ class SimLoop(VirtualLoop):
     def freeze(self, name: str) -> None:
         self.frozen.setdefault(name, [])
 
-    def thaw(self, name: str) -> None:
+    def resume(self, name: str) -> None:
         cast(Any, self)._ready.extend(self.frozen.pop(name, []))
 
     def kill(self, name: str) -> None:
         """Nothing of this instance runs again: no handler, no `finally`, as with a real crash."""
-        self.dead.add(name)
-        self._buried += self.frozen.pop(name, [])
+        self.killed.add(name)
+        self._discarded += self.frozen.pop(name, [])
 
-    def clear_up(self) -> None:
-        """After the play: let every task end, the dead ones too, so that nothing is left lying about."""
-        self.dead.clear()
+    def close_all(self) -> None:
+        """After the run: cancel every task, including those of killed instances, and close the loop."""
+        self.killed.clear()
         for name in list(self.frozen):
-            self.thaw(name)
-        cast(Any, self)._ready.extend(self._buried)
-        self._buried = []
+            self.resume(name)
+        cast(Any, self)._ready.extend(self._discarded)
+        self._discarded = []
         while tasks := asyncio.all_tasks(self):
             for task in tasks:
                 task.cancel()

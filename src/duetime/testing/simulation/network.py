@@ -1,5 +1,5 @@
-"""The connections of a simulated instance to the database and to the destinations, with faults of every kind. (Those to
-other instances: testing/simulation/peers.py.)"""
+"""The connections of a simulated instance to the database and to the destinations, with faults of every kind.
+(Connections to other instances: testing/simulation/peers.py.)"""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from duetime.store import Batch, Committed
 from duetime.testing.checker import Callback, Fault, Violation
 
 if TYPE_CHECKING:
-    from duetime.testing.simulation.world import World
+    from duetime.testing.simulation.cluster import SimulatedCluster
 
-__all__ = ["FORBIDDEN_HEADERS", "FORBIDDEN_URL", "Cut", "SimDeliverer", "SimStore", "name_in_history", "value_of"]
+__all__ = ["FORBIDDEN_HEADERS", "FORBIDDEN_URL", "Outage", "SimDeliverer", "SimStore", "name_in_history", "value_of"]
 
 FORBIDDEN_URL = "http://forbidden"
 FORBIDDEN_HEADERS = {"forbidden": "yes"}
@@ -30,20 +30,20 @@ _WRITES = frozenset({"commit", "claim", "release", "purge_reached", "join", "hea
 
 
 def name_in_history(key: TimerKey) -> str:
-    """What the checker calls a timer."""
+    """The name of a timer in the history."""
     return key.timer_id if key.namespace == "default" else f"{key.namespace}/{key.timer_id}"
 
 
 def value_of(payload: str | None) -> str:
-    """The value a payload carries: what follows the bar only makes it large."""
+    """The value in a payload. The text after the `|` only makes the payload large."""
     return (payload or "").strip('"').partition("|")[0]
 
 
 # --- the store behind a network ------------------------------------------------------------------
 
 
-class Cut(Struct, frozen=True):
-    """An outage of a link to the database."""
+class Outage(Struct, frozen=True):
+    """An outage of a connection to the database."""
 
     until: float  # loop time
     hangs: bool  # calls wait for a time-out; otherwise they are refused at once
@@ -51,41 +51,41 @@ class Cut(Struct, frozen=True):
 
 
 class SimStore:
-    """The memory store as one instance sees it: calls take time, fail, or are applied without an answer."""
+    """The memory store as one instance sees it: calls take time, fail, or are applied although the answer is lost."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self._world = world
+    def __init__(self, cluster: SimulatedCluster, name: str) -> None:
+        self._cluster = cluster
         self._name = name
-        self.cut: Cut | None = None
-        self.odd_errors: dict[str, int] = {}  # method -> how many of the next calls raise an unexpected error
+        self.outage: Outage | None = None
+        self.unexpected_errors: dict[str, int] = {}  # method -> how many of the next calls raise an unexpected error
 
     def __getattr__(self, name: str) -> Any:
-        inner = getattr(self._world.database, name)
+        inner = getattr(self._cluster.database, name)
         if not asyncio.iscoroutinefunction(inner):
             return inner
 
         async def call(*args: Any) -> Any:
             answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            # What is on the wire goes on, whatever becomes of the instance that sent it.
-            self._world.outside(self._travel(name, inner, args, answer))
+            # A call that was sent continues even if the instance that sent it crashes or freezes.
+            self._cluster.create_task(self._call(name, inner, args, answer))
             return await answer
 
         return call
 
-    async def _travel(
+    async def _call(
         self, name: str, inner: Callable[..., Awaitable[Any]], args: tuple[Any, ...], answer: asyncio.Future[Any]
     ) -> None:
-        world, rng, scenario = self._world, self._world.rng, self._world.scenario
+        cluster, rng, scenario = self._cluster, self._cluster.rng, self._cluster.scenario
         await asyncio.sleep(rng.uniform(0.0002, 0.002))
-        if self._is_cut(name):
-            await self._cut_off(name, answer)
+        if self._in_outage(name):
+            await self._fail_in_outage(name, answer)
             return
-        if self.odd_errors.get(name):
-            await self._fail_oddly(name, inner, args, answer)
+        if self.unexpected_errors.get(name):
+            await self._fail_unexpectedly(name, inner, args, answer)
             return
-        dice = rng.random() if world.stormy else 1.0
+        dice = rng.random() if cluster.faults_on else 1.0
         if dice < scenario.failed_store:
-            world.fault("store call failed")
+            cluster.fault("store call failed")
             failure = StoreThrottled if rng.random() < 0.3 else StoreUnavailable
             _answer(answer, failure("simulated"))
             return
@@ -95,12 +95,12 @@ class SimStore:
             return
         dice -= scenario.unknown_store
         if dice < scenario.torn_commit and name == "commit":
-            world.fault("commit torn between shards")
-            _answer(answer, [await self._one_of_many(inner, batch) for batch in args[0]])
+            cluster.fault("commit torn between shards")
+            _answer(answer, [await self._commit_one(inner, batch) for batch in args[0]])
             return
         dice -= scenario.torn_commit
         if dice < scenario.torn_answer and name in ("load", "purge_reached"):
-            world.fault(f"{name} failed for some shards")
+            cluster.fault(f"{name} failed for some shards")
             results = await self.perform(name, inner, args)
             _answer(answer, [StoreThrottled("simulated") if rng.random() < 0.5 else result for result in results])
             return
@@ -108,7 +108,7 @@ class SimStore:
         slow = dice < scenario.slow_store
         late = slow and rng.random() < 0.5
         if slow:
-            world.fault("store answer slow" if late else "store call slow")
+            cluster.fault("store answer slow" if late else "store call slow")
         if slow and not late:
             await asyncio.sleep(rng.uniform(0.1, 2.0))
         try:
@@ -116,65 +116,69 @@ class SimStore:
         except DuetimeError as error:
             result = error
         if late:
-            await asyncio.sleep(rng.uniform(0.1, 2.0))  # what it says is old by now
+            await asyncio.sleep(rng.uniform(0.1, 2.0))  # the answer is out of date by now
         elif rng.random() < 0.5:
             await asyncio.sleep(rng.uniform(0.0002, 0.002))
         _answer(answer, result)
 
-    async def _one_of_many(self, inner: Callable[..., Awaitable[Any]], batch: Batch) -> Committed | StoreError:
-        """What becomes of one batch when its neighbours do not matter."""
-        how = self._world.rng.choice(("applied", "applied", "refused", "applied, unknown", "lost, unknown"))
+    async def _commit_one(self, inner: Callable[..., Awaitable[Any]], batch: Batch) -> Committed | StoreError:
+        """Commit one batch, independently of the other batches of the call."""
+        how = self._cluster.rng.choice(("applied", "applied", "refused", "applied, unknown", "lost, unknown"))
         if how == "refused":
             return StoreThrottled("simulated")
         [result] = await self.perform("commit", inner, ([batch],)) if how.startswith("applied") else [None]
         return OutcomeUnknown("simulated") if how.endswith("unknown") else cast("Committed | StoreError", result)
 
     async def perform(self, name: str, inner: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> Any:
-        """The call at the database. (A seam: mutants take its atomicity away.)"""
+        """The call at the database. Mutants replace this method to make it non-atomic."""
         return await inner(*args)
 
     async def _lose_answer(
         self, inner: Callable[..., Awaitable[Any]], args: tuple[Any, ...], answer: asyncio.Future[Any]
     ) -> None:
-        """The caller is told after a time-out that nobody knows; the call is applied before, after, or never."""
-        world, rng = self._world, self._world.rng
+        """The caller gets `OutcomeUnknown` after a time-out; the call is applied before that, after it, or never."""
+        cluster, rng = self._cluster, self._cluster.rng
         kind = rng.choice(("never", "before", "after"))
-        world.fault(f"store answer lost, applied {kind}")
+        cluster.fault(f"store answer lost, applied {kind}")
         if kind == "before":
-            await _quietly(lambda: inner(*args))
+            await _ignore_errors(lambda: inner(*args))
         await asyncio.sleep(rng.uniform(0.05, 1.0))
         _answer(answer, OutcomeUnknown("simulated"))
         if kind == "after":
             await asyncio.sleep(rng.uniform(0.0, 3.0))
-            await _quietly(lambda: inner(*args))
+            await _ignore_errors(lambda: inner(*args))
 
-    # outages and errors that no adapter should raise
+    # Outages, and errors that no adapter should raise.
 
-    def _is_cut(self, name: str) -> bool:
-        cut = self.cut
-        return cut is not None and cut.until > self._world.loop.now and (not cut.methods or name in cut.methods)
+    def _in_outage(self, name: str) -> bool:
+        outage = self.outage
+        return (
+            outage is not None
+            and outage.until > self._cluster.loop.now
+            and (not outage.methods or name in outage.methods)
+        )
 
-    async def _cut_off(self, name: str, answer: asyncio.Future[Any]) -> None:
-        cut = self.cut
-        assert cut is not None
-        if not cut.hangs:
+    async def _fail_in_outage(self, name: str, answer: asyncio.Future[Any]) -> None:
+        outage = self.outage
+        assert outage is not None
+        if not outage.hangs:
             _answer(answer, StoreUnavailable("simulated: no connection"))
             return
-        limit = self._world.rng.uniform(2.0, 8.0)  # the driver's time limit
-        await asyncio.sleep(min(limit, cut.until - self._world.loop.now))
-        # Some were never sent: they waited for a connection.
-        is_unknown = name in _WRITES and self._world.rng.random() < 0.7
+        limit = self._cluster.rng.uniform(2.0, 8.0)  # the driver's time limit
+        await asyncio.sleep(min(limit, outage.until - self._cluster.loop.now))
+        # Some calls were never sent: they waited for a connection.
+        is_unknown = name in _WRITES and self._cluster.rng.random() < 0.7
         error = OutcomeUnknown if is_unknown else StoreUnavailable
         _answer(answer, error("simulated: no answer in time"))
 
-    async def _fail_oddly(
+    async def _fail_unexpectedly(
         self, name: str, inner: Callable[..., Awaitable[Any]], args: tuple[Any, ...], answer: asyncio.Future[Any]
     ) -> None:
-        self.odd_errors[name] -= 1
-        applied = self._world.rng.random() < 0.5
-        self._world.fault(f"unforeseen error from {name}")
+        self.unexpected_errors[name] -= 1
+        applied = self._cluster.rng.random() < 0.5
+        self._cluster.fault(f"unexpected error from {name}")
         if applied:
-            await _quietly(lambda: inner(*args))
+            await _ignore_errors(lambda: inner(*args))
         _answer(answer, ZeroDivisionError("simulated"))
 
 
@@ -187,8 +191,8 @@ def _answer(future: asyncio.Future[Any], result: Any) -> None:
         future.set_result(result)
 
 
-async def _quietly(call: Callable[[], Awaitable[Any]]) -> None:
-    with contextlib.suppress(DuetimeError):  # nobody is listening
+async def _ignore_errors(call: Callable[[], Awaitable[Any]]) -> None:
+    with contextlib.suppress(DuetimeError):  # the answer is lost anyway
         await call()
 
 
@@ -196,10 +200,10 @@ async def _quietly(call: Callable[[], Awaitable[Any]]) -> None:
 
 
 class SimDeliverer:
-    """An instance's way out. Destinations are named by their host: ok, slow, dead, flapping, busy, again."""
+    """The deliverer of one instance. The host names the kind of destination: ok, slow, dead, flapping, busy, again."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self._world = world
+    def __init__(self, cluster: SimulatedCluster, name: str) -> None:
+        self._cluster = cluster
         self._name = name
 
     def check(self, url: str) -> None:
@@ -213,99 +217,99 @@ class SimDeliverer:
     async def close(self) -> None: ...
 
     def destination(self, url: str) -> str:
-        world = self._world
-        if world.stormy and world.rng.random() < world.scenario.broken_deliveries:
-            world.fault("destination not known")
+        cluster = self._cluster
+        if cluster.faults_on and cluster.rng.random() < cluster.scenario.broken_deliveries:
+            cluster.fault("destination unknown")
             raise ValueError("simulated")
         return url
 
     async def deliver(self, attempt: Attempt) -> AttemptResult:
-        world, rng, scenario = self._world, self._world.rng, self._world.scenario
-        # Connecting takes a moment, and now and then much longer: the time in which everything may change.
-        slow = world.stormy and rng.random() < scenario.slow_connects
+        cluster, rng, scenario = self._cluster, self._cluster.rng, self._cluster.scenario
+        # Connecting takes a short time, and sometimes much longer. The timer may change in that time.
+        slow = cluster.faults_on and rng.random() < scenario.slow_connects
         await asyncio.sleep(rng.uniform(0.0001, 3.0 if slow else 0.003))
-        if world.stormy and rng.random() < scenario.broken_deliveries * (10 if slow else 1):
-            world.fault("delivery broke before it began")
+        if cluster.faults_on and rng.random() < scenario.broken_deliveries * (10 if slow else 1):
+            cluster.fault("delivery failed before it began")
             raise ValueError("simulated")
         if attempt.begin() is None:
             return AttemptResult(Contact.NOT_SENT)
         self._check_namespace(attempt)
         begun_at_ms = 0
-        if world.stormy and rng.random() < scenario.dead_connections:
-            # As the HTTP client does it: a kept-alive connection turns out dead, and the request goes on a new one.
+        if cluster.faults_on and rng.random() < scenario.broken_connections:
+            # As in the HTTP client: a kept-alive connection is found broken, and the request is sent on a new one.
             if rng.random() < 0.5:
-                self._explains(attempt, "request taken by a connection that then broke")
-                world.outside(self._receive(attempt, world.now_ms(), None))
+                self._allow_repetition(attempt, "request received on a connection that then broke")
+                cluster.create_task(self._receive(attempt, cluster.now_ms(), None))
             else:
-                world.fault("request lost on a dead connection")
-            begun_at_ms = world.now_ms()
+                cluster.fault("request lost on a broken connection")
+            begun_at_ms = cluster.now_ms()
             await asyncio.sleep(rng.uniform(0.0001, 1.5))
             if attempt.begin() is None:
                 return AttemptResult(Contact.BROKEN, error="connection closed before the answer")
         answer: asyncio.Future[AttemptResult] = asyncio.get_running_loop().create_future()
-        world.outside(self._receive(attempt, world.now_ms(), answer, begun_at_ms))
+        cluster.create_task(self._receive(attempt, cluster.now_ms(), answer, begun_at_ms))
         result = await answer
-        if world.stormy and rng.random() < scenario.broken_deliveries:
-            self._explains(attempt, "delivery broke after it was answered")
+        if cluster.faults_on and rng.random() < scenario.broken_deliveries:
+            self._allow_repetition(attempt, "delivery failed after it was answered")
             raise ValueError("simulated")
         return result
 
     def _check_namespace(self, attempt: Attempt) -> None:
         """Each attempt must be made with settings that the namespace had: its secrets, its retry policy."""
-        world, namespace = self._world, attempt.namespace
-        stored = world.database.stored_namespaces.get(attempt.timer.namespace, [])
+        cluster, namespace = self._cluster, attempt.namespace
+        stored = cluster.database.stored_namespaces.get(attempt.timer.namespace, [])
         if namespace not in stored:
-            what = f"{self._name} fired under settings of namespace {namespace.name!r} that nobody has stored"
-            world.violations.append(Violation("N", name_in_history(attempt.timer.key), what, f"    {namespace}"))
+            what = f"{self._name} fired with settings of namespace {namespace.name!r} that were never stored"
+            cluster.violations.append(Violation("N", name_in_history(attempt.timer.key), what, f"    {namespace}"))
 
-    def _explains(self, attempt: Attempt, kind: str) -> None:
+    def _allow_repetition(self, attempt: Attempt, kind: str) -> None:
         """A fault after which this delivery may be repeated, and no other."""
-        world = self._world
-        world.fault(kind)
-        world.explain(Fault(kind, world.now_ms(), world.now_ms(), self._name, attempt.timer.delivery_id))
+        cluster = self._cluster
+        cluster.fault(kind)
+        cluster.allow_repetition(Fault(kind, cluster.now_ms(), cluster.now_ms(), self._name, attempt.timer.delivery_id))
 
     async def _receive(
         self, attempt: Attempt, started_at_ms: int, answer: asyncio.Future[AttemptResult] | None, begun_at_ms: int = 0
     ) -> None:
         """The receiver. Without an `answer` its response is lost."""
-        world, rng, timer = self._world, self._world.rng, attempt.timer
+        cluster, rng, timer = self._cluster, self._cluster.rng, attempt.timer
         call = Callback(
             timer=name_in_history(timer.key),
             value=value_of(timer.payload),
             attempt=timer.attempts + 1,
             started_at_ms=started_at_ms,
-            seen_at_ms=world.now_ms(),
+            seen_at_ms=cluster.now_ms(),
             fence=attempt.fence,
             owner=self._name,
             delivery=timer.delivery_id,
             begun_at_ms=begun_at_ms,
         )
-        number = world.saw(call)
+        number = cluster.record_callback(call)
         result, seconds = self._decide(timer.callback_url, timer.extras.occurrence)
         await asyncio.sleep(seconds)
         if result.status == 200:
-            world.callbacks[number] = replace(call, accepted_at_ms=world.now_ms())
-            world.tell(f"accepted {number}")
+            cluster.callbacks[number] = replace(call, accepted_at_ms=cluster.now_ms())
+            cluster.record(f"accepted {number}")
             if result.body:
-                self._explains(attempt, "destination asked for another call")
-            if answer is not None and world.stormy and rng.random() < world.scenario.lost_callback_answers:
-                self._explains(attempt, "answer of a destination lost")
+                self._allow_repetition(attempt, "destination asked for another call")
+            if answer is not None and cluster.faults_on and rng.random() < cluster.scenario.lost_callback_answers:
+                self._allow_repetition(attempt, "answer of a destination lost")
                 result = AttemptResult(Contact.BROKEN, error="connection reset")
         if answer is not None:
             _answer(answer, result)
 
     def _decide(self, url: str, occurrence: int) -> tuple[AttemptResult, float]:
         """What the receiver answers, and how long it takes."""
-        world, rng = self._world, self._world.rng
-        if world.stormy and url == "http://dead":
+        cluster, rng = self._cluster, self._cluster.rng
+        if cluster.faults_on and url == "http://dead":
             return AttemptResult(Contact.BROKEN, error="timeout"), 5.0
-        if world.stormy and url == "http://flapping" and rng.random() < 0.5:
+        if cluster.faults_on and url == "http://flapping" and rng.random() < 0.5:
             return AttemptResult(Contact.ANSWERED, 500), 0.0
-        if world.stormy and url == "http://busy" and rng.random() < 0.4:
+        if cluster.faults_on and url == "http://busy" and rng.random() < 0.4:
             return AttemptResult(Contact.ANSWERED, 503, retry_after_ms=rng.choice((0, 500, 3_000))), 0.0
         seconds = rng.uniform(0.5, 3.0) if url == "http://slow" else rng.uniform(0.0005, 0.01)
         body = b""
         if url == "http://again" and occurrence < 2:
-            at_ms = world.now_ms() + rng.randint(100, 3_000)
+            at_ms = cluster.now_ms() + rng.randint(100, 3_000)
             body = b'{"ok": true, "nextExecuteAt": "%s"}' % format_instant(at_ms).encode()
         return AttemptResult(Contact.ANSWERED, 200, body), seconds

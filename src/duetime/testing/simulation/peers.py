@@ -22,9 +22,9 @@ from duetime.http.server import Request, Response
 from duetime.testing.simulation.loop import INSTANCE
 
 if TYPE_CHECKING:
-    from duetime.testing.simulation.world import Instance, World
+    from duetime.testing.simulation.cluster import Instance, SimulatedCluster
 
-__all__ = ["NEVER", "SimHttp", "SimPeers"]
+__all__ = ["PROTOCOL_ERRORS", "SimHttp", "SimPeers"]
 
 LOST: Final = "forward lost"
 ANSWER_LOST: Final = "answer to a forward lost"
@@ -33,12 +33,12 @@ NOT_CONNECTED: Final = "connection to a peer refused"
 KEPT_BROKEN: Final = "kept connection to a peer broken"
 UNREADABLE: Final = "answer of a peer unreadable"
 ERROR_500: Final = "HTTP 500 from a peer"
-# No faults of the network but of the protocol: a run in which one of these is counted has failed.
+# These are not faults of the network but errors of the protocol: a run in which one of them is counted has failed.
 REPLAY_ACCEPTED: Final = "a request was accepted twice"
 NEW_REFUSED: Final = "a new request was refused as a replay"
-NEVER: Final = (REPLAY_ACCEPTED, NEW_REFUSED)
+PROTOCOL_ERRORS: Final = (REPLAY_ACCEPTED, NEW_REFUSED)
 
-# The second column counts in shares of `Scenario.lost_forwards`, per request.
+# The second column is a factor of `Scenario.lost_forwards`, per request.
 _FAULTS: Final = (
     (LOST, 1.0),
     (ANSWER_LOST, 1.0),
@@ -48,47 +48,47 @@ _FAULTS: Final = (
     (ERROR_500, 0.3),
 )
 
-# Who can be reached: by name, everything that was launched in a world. Names are addresses, and never used again.
-# Weak both ways: an instance refers to its world, which is gone with its run.
-_NETWORKS: Final[WeakKeyDictionary[World, WeakValueDictionary[str, SimPeers]]] = WeakKeyDictionary()
+# All instances that were launched in a cluster, by name. Names are addresses, and are never used again.
+# Weak references both ways: an instance refers to its cluster, which is freed after its run.
+_NETWORKS: Final[WeakKeyDictionary[SimulatedCluster, WeakValueDictionary[str, SimPeers]]] = WeakKeyDictionary()
 
 
 class SimPeers(PeerClient):
-    """One instance's connection to the others, both ways."""
+    """The connection of one instance to the others, in both directions."""
 
-    def __init__(self, world: World, instance: Instance) -> None:
-        self.http = SimHttp(world)
+    def __init__(self, cluster: SimulatedCluster, instance: Instance) -> None:
+        self.http = SimHttp(cluster)
         super().__init__(lambda: instance.service.as_peer().instance_id, self.http)
         self._instance = instance
         self._api: Api | None = None
-        _NETWORKS.setdefault(world, WeakValueDictionary())[instance.name] = self
+        _NETWORKS.setdefault(cluster, WeakValueDictionary())[instance.name] = self
 
     def receive(self, data: bytes) -> asyncio.Task[Response]:
         """A request has arrived: handle it as part of this instance."""
         instance = self._instance
         if self._api is None:
-            self._api = Api(instance.service, instance.world.config, instance.engine.telemetry)
-            # Slow commits are common here, and most requests would ask about the same orders again and again.
+            self._api = Api(instance.service, instance.cluster.config, instance.engine.telemetry)
+            # Slow commits are common here, and most requests would ask about the same commands again and again.
             self._api._peers.answer_within_s = 0.1
-        return instance.inside(self._api.handle(_parsed(data)))
+        return instance.create_task(self._api.handle(_parsed(data)))
 
 
-class _Trip:
-    """What the network will do to one request. Drawn when it starts: what happens on the way does not change it."""
+class _RequestPlan:
+    """What the network will do to one request. Chosen when the request starts, and not changed later."""
 
     __slots__ = ("accepted", "back_s", "broken_after_s", "fault", "handled", "refused", "repeated_after_s", "there_s")
 
-    def __init__(self, world: World) -> None:
-        rng, scenario = world.rng, world.scenario
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        rng, scenario = cluster.rng, cluster.scenario
         self.there_s = rng.uniform(0.0001, 0.0015)
         self.back_s = rng.uniform(0.0001, 0.0015)
         # Of the request and its copies: being handled, accepted, refused as replays.
         self.handled = self.accepted = self.refused = 0
         self.fault: str | None = None
         self.repeated_after_s: float | None = None
-        # The sender learns that its connection is broken, or not before its own deadline.
+        # When the sender learns that its connection is broken. None: only at its own deadline.
         self.broken_after_s: float | None = None
-        if not world.stormy:
+        if not cluster.faults_on:
             return
         if rng.random() < 0.75:
             self.broken_after_s = rng.uniform(0.0, 0.5)
@@ -103,10 +103,10 @@ class _Trip:
 
 
 class SimHttp:
-    """Sends as HttpClient does, a kept connection that turns out to be broken included."""
+    """Sends as HttpClient does, including the retry when a kept connection is found to be broken."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
         self._kept: set[str] = set()  # where a connection is open
         self._outside: Context = copy_context()
         self._outside.run(INSTANCE.set, "")
@@ -114,20 +114,20 @@ class SimHttp:
     async def close(self) -> None: ...
 
     async def send(self, target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int) -> Answer | None:
-        loop, name, trip = self._world.loop, target.host, _Trip(self._world)
+        loop, name, plan = self._cluster.loop, target.host, _RequestPlan(self._cluster)
         answer: asyncio.Future[Answer] = loop.create_future()
         deadline = loop.call_later(timeout_ms / 1_000, _fail, answer, f"no answer within {timeout_ms} ms")
         kept = name in self._kept
         try:
             if not kept:
-                await self._connect(name, trip)
+                await self._connect(name, plan)
             data = begin()
-            if kept and data is not None and (trip.fault == KEPT_BROKEN or not self._is_up(name)):
-                await self._find_broken(name, data, trip)
+            if kept and data is not None and (plan.fault == KEPT_BROKEN or not self._is_up(name)):
+                await self._meet_broken_connection(name, data, plan)
                 data = begin()
             if data is None:
                 return None
-            self._leave(name, data, trip, answer)
+            self._send_bytes(name, data, plan, answer)
             received = await answer
         except HttpError:
             self._kept.discard(name)
@@ -138,88 +138,88 @@ class SimHttp:
         return received
 
     def _is_up(self, name: str) -> bool:
-        return name in _NETWORKS[self._world] and name not in self._world.loop.dead
+        return name in _NETWORKS[self._cluster] and name not in self._cluster.loop.killed
 
-    async def _connect(self, name: str, trip: _Trip) -> None:
-        await asyncio.sleep(trip.there_s)
-        if trip.fault == NOT_CONNECTED:
-            self._world.fault(NOT_CONNECTED)
-        if trip.fault == NOT_CONNECTED or not self._is_up(name):
+    async def _connect(self, name: str, plan: _RequestPlan) -> None:
+        await asyncio.sleep(plan.there_s)
+        if plan.fault == NOT_CONNECTED:
+            self._cluster.fault(NOT_CONNECTED)
+        if plan.fault == NOT_CONNECTED or not self._is_up(name):
             raise HttpError(f"connection refused by {name}", sent=False)
 
-    async def _find_broken(self, name: str, data: bytes, trip: _Trip) -> None:
-        """No answer on a kept connection: the request has arrived or not, and a new connection is made or not."""
-        self._world.fault(KEPT_BROKEN)
+    async def _meet_broken_connection(self, name: str, data: bytes, plan: _RequestPlan) -> None:
+        """No answer on a kept connection. The request may have arrived, and a new connection may fail."""
+        self._cluster.fault(KEPT_BROKEN)
         self._kept.discard(name)
-        if trip.broken_after_s is not None and self._is_up(name):
-            self._later(trip.there_s, partial(self._arrive, name, data, trip, self._world.loop.create_future()))
-        await asyncio.sleep(trip.there_s + trip.back_s)
+        if plan.broken_after_s is not None and self._is_up(name):
+            self._later(plan.there_s, partial(self._arrive, name, data, plan, self._cluster.loop.create_future()))
+        await asyncio.sleep(plan.there_s + plan.back_s)
         if not self._is_up(name):
             raise HttpError(f"connection refused by {name}", sent=True)
 
-    # --- on the wire: goes on, whatever becomes of the instance that sent it ----------------------
+    # --- on the wire: continues even if the instance that sent it crashes -------------------------
 
-    def _later(self, seconds: float, act: Callable[[], object]) -> None:
-        self._world.loop.call_later(seconds, act, context=self._outside)
+    def _later(self, seconds: float, action: Callable[[], object]) -> None:
+        self._cluster.loop.call_later(seconds, action, context=self._outside)
 
-    def _leave(self, name: str, data: bytes, trip: _Trip, answer: asyncio.Future[Answer]) -> None:
-        if trip.fault in (LOST, ANSWER_LOST, UNREADABLE, ERROR_500):
-            self._world.fault(trip.fault)
-        if trip.fault == LOST:
-            self._break(trip, answer)
+    def _send_bytes(self, name: str, data: bytes, plan: _RequestPlan, answer: asyncio.Future[Answer]) -> None:
+        if plan.fault in (LOST, ANSWER_LOST, UNREADABLE, ERROR_500):
+            self._cluster.fault(plan.fault)
+        if plan.fault == LOST:
+            self._break(plan, answer)
         else:
-            self._later(trip.there_s, partial(self._arrive, name, data, trip, answer))
+            self._later(plan.there_s, partial(self._arrive, name, data, plan, answer))
 
-    def _arrive(self, name: str, data: bytes, trip: _Trip, answer: asyncio.Future[Answer]) -> None:
-        world = self._world
+    def _arrive(self, name: str, data: bytes, plan: _RequestPlan, answer: asyncio.Future[Answer]) -> None:
+        cluster = self._cluster
         if not self._is_up(name):
-            self._break(trip, answer)
+            self._break(plan, answer)
             return
-        self._receive(name, data, trip).add_done_callback(partial(self._answered, trip, answer), context=self._outside)
-        if trip.repeated_after_s is not None:
-            world.fault(REPEATED)
-            self._later(trip.repeated_after_s, partial(self._replay, name, data, trip))
+        self._receive(name, data, plan).add_done_callback(partial(self._answered, plan, answer), context=self._outside)
+        if plan.repeated_after_s is not None:
+            cluster.fault(REPEATED)
+            self._later(plan.repeated_after_s, partial(self._replay, name, data, plan))
 
-    def _answered(self, trip: _Trip, answer: asyncio.Future[Answer], handled: asyncio.Task[Response]) -> None:
-        if handled.cancelled():  # the play is over
+    def _answered(self, plan: _RequestPlan, answer: asyncio.Future[Answer], handled: asyncio.Task[Response]) -> None:
+        if handled.cancelled():  # the run has ended
             return
-        self._judge(trip, handled)
+        self._count_answer(plan, handled)
         response = handled.result()
         received = Answer(response.status, _raw_headers(response), response.body)
-        if trip.fault == ANSWER_LOST:
-            self._break(trip, answer)
+        if plan.fault == ANSWER_LOST:
+            self._break(plan, answer)
             return
-        if trip.fault == UNREADABLE:
+        if plan.fault == UNREADABLE:
             received = Answer(200, {}, received.body[: len(received.body) // 2] + b"\xc1")
-        elif trip.fault == ERROR_500:
+        elif plan.fault == ERROR_500:
             received = Answer(500, {}, b"Internal Server Error")
-        self._later(trip.back_s, partial(_succeed, answer, received))
+        self._later(plan.back_s, partial(_succeed, answer, received))
 
-    def _break(self, trip: _Trip, answer: asyncio.Future[Answer]) -> None:
-        if trip.broken_after_s is not None:
-            self._later(trip.broken_after_s, partial(_fail, answer, "connection closed before the answer"))
+    def _break(self, plan: _RequestPlan, answer: asyncio.Future[Answer]) -> None:
+        if plan.broken_after_s is not None:
+            self._later(plan.broken_after_s, partial(_fail, answer, "connection closed before the answer"))
 
-    def _replay(self, name: str, data: bytes, trip: _Trip) -> None:
-        """Somebody on the network sends the same bytes once more."""
+    def _replay(self, name: str, data: bytes, plan: _RequestPlan) -> None:
+        """The network sends the same bytes once more."""
         if self._is_up(name):
-            self._receive(name, data, trip).add_done_callback(partial(self._judge, trip), context=self._outside)
+            self._receive(name, data, plan).add_done_callback(partial(self._count_answer, plan), context=self._outside)
 
-    def _receive(self, name: str, data: bytes, trip: _Trip) -> asyncio.Task[Response]:
-        trip.handled += 1
-        return _NETWORKS[self._world][name].receive(data)
+    def _receive(self, name: str, data: bytes, plan: _RequestPlan) -> asyncio.Task[Response]:
+        plan.handled += 1
+        return _NETWORKS[self._cluster][name].receive(data)
 
-    def _judge(self, trip: _Trip, handled: asyncio.Task[Response]) -> None:
-        """Of a request and its copies one is accepted, whichever came first, or all are refused for another reason."""
+    def _count_answer(self, plan: _RequestPlan, handled: asyncio.Task[Response]) -> None:
+        """Of a request and its copies, the first to arrive is accepted, or all are refused for another reason."""
         if handled.cancelled():
             return
         status = handled.result().status
-        trip.handled -= 1
-        trip.accepted += status == 200
-        trip.refused += status == Conflict.status
-        if trip.accepted > 1:
-            self._world.fault(REPLAY_ACCEPTED)
-        if trip.refused and not trip.accepted and not trip.handled:
-            self._world.fault(NEW_REFUSED)
+        plan.handled -= 1
+        plan.accepted += status == 200
+        plan.refused += status == Conflict.status
+        if plan.accepted > 1:
+            self._cluster.fault(REPLAY_ACCEPTED)
+        if plan.refused and not plan.accepted and not plan.handled:
+            self._cluster.fault(NEW_REFUSED)
 
 
 def _succeed(answer: asyncio.Future[Answer], received: Answer) -> None:

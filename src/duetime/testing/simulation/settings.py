@@ -1,5 +1,6 @@
-"""What a seed chooses before its story begins: limits so small that they are reached, clocks that are off, a database
-with capabilities of its own. Most of a seed's settings are the usual ones, so that each limit is met beside others."""
+"""What a seed chooses before its run starts: limits so small that they are reached, clocks that are wrong, and the
+capabilities of the database. Most settings keep their usual values, so that each small limit is met together with
+usual ones."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from duetime.config import Config, Duration, load_config
 from duetime.store import Capabilities
 from duetime.stores.memory import MemoryStore
 
-__all__ = ["Settings", "choose_settings", "constants_set", "plain_settings"]
+__all__ = ["Settings", "choose_settings", "constants_set", "default_settings"]
 
 
 class Settings(Struct, kw_only=True):
     config: Config
     capabilities: Capabilities
     instances: int
-    stormy_seconds: float
+    fault_seconds: float
     rate: float = 1.0  # of clients' requests
     outages: float = 1.0  # how many times as often as the scenario says
-    # "right"; "jumps": they are set wrong for a while; "offset": each is wrong by a constant within clock_skew_max
+    # "right"; "jumps": clocks are set wrong for a while; "offset": each is wrong by a constant within clock_skew_max
     clocks: str = "jumps"
-    payload_chars_max: int = 0  # beside the value
+    payload_chars_max: int = 0  # in addition to the value
     constants: dict[str, int] = {}  # of modules, by their full name
 
     @property
@@ -36,13 +37,13 @@ class Settings(Struct, kw_only=True):
         return self.capabilities.exclusive
 
 
-def plain_settings(num_shards: int, instances: int) -> Settings:
-    """The settings of a stage: nothing unusual."""
+def default_settings(num_shards: int, instances: int) -> Settings:
+    """The settings of a scripted cluster: nothing unusual."""
     return Settings(
         config=load_config(environ={}, flags={"namespaces.default_num_shards": num_shards}),
         capabilities=MemoryStore.capabilities,
         instances=instances,
-        stormy_seconds=0.0,
+        fault_seconds=0.0,
     )
 
 
@@ -97,18 +98,18 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
         config=config,
         capabilities=MemoryStore.capabilities,
         instances=instances,
-        stormy_seconds=seconds,
+        fault_seconds=seconds,
         clocks=rng.choice(("right", "jumps", "jumps", "jumps", "offset")),
         constants=constants,
         outages=outages,
     )
     if one_in(5):
         settings.payload_chars_max = rng.choice((2_000, 50_000))
-    if seed % 8 == 7:  # as with SQLite: one process at a time
+    if seed % 8 == 7:  # like SQLite: one process at a time
         settings.instances = 1
         capabilities["exclusive"] = True
     if seed % 40 == 39:  # a long run with few requests
-        settings.stormy_seconds = 10 * seconds
+        settings.fault_seconds = 10 * seconds
         settings.rate = 0.15
     settings.capabilities = replace(settings.capabilities, **capabilities)
     settings.config = replace(

@@ -1,4 +1,4 @@
-"""Which statements of the server the simulated cluster reaches.
+"""Which statements of the server the simulated cluster executes.
 
 Only statements in functions count: modules and classes are executed when they are imported.
 """
@@ -37,7 +37,7 @@ MODULES = (
 )
 
 
-_LACONIC = frozenset({"return", "continue", "break", "raise", "pass"})
+_NEEDS_CONTEXT = frozenset({"return", "continue", "break", "raise", "pass"})
 
 
 class Statement(Struct, frozen=True):
@@ -69,10 +69,10 @@ def statements_of(module: str) -> list[Statement]:
     lines = source.splitlines()
 
     def text_of(statement: ast.stmt, parent: ast.AST) -> str:
-        """Its first line; for a `return`, `continue` and so on, together with the statement around it."""
+        """The first line of a statement; for `return`, `continue` and so on, with the statement around it."""
         text = lines[statement.lineno - 1].strip()
         above = getattr(parent, "lineno", 0)
-        return f"{lines[above - 1].strip()} {text}" if above and text.partition(" ")[0] in _LACONIC else text
+        return f"{lines[above - 1].strip()} {text}" if above and text.partition(" ")[0] in _NEEDS_CONTEXT else text
 
     def walk(node: ast.AST, name: str, in_function: bool) -> Iterator[Statement]:
         for child in ast.iter_child_nodes(node):
@@ -82,15 +82,15 @@ def statements_of(module: str) -> list[Statement]:
                 is_class = isinstance(child, ast.ClassDef)
                 yield from walk(child, f"{name}.{child.name}".lstrip("."), not is_class)
                 continue
-            if isinstance(child, ast.stmt) and in_function and not _says_nothing(child):
+            if isinstance(child, ast.stmt) and in_function and not _has_no_code(child):
                 yield Statement(module, name, text_of(child, node), child.lineno)
             yield from walk(child, name, in_function)
 
     return list(walk(ast.parse(source), "", False))
 
 
-def _says_nothing(statement: ast.stmt) -> bool:
-    """Docstrings, `...`, and statements without code of their own."""
+def _has_no_code(statement: ast.stmt) -> bool:
+    """Is it a docstring, `...`, or a statement without code of its own?"""
     if isinstance(statement, ast.Global | ast.Nonlocal) or (
         isinstance(statement, ast.AnnAssign) and statement.value is None
     ):
@@ -99,42 +99,45 @@ def _says_nothing(statement: ast.stmt) -> bool:
 
 
 class Tracer:
-    """Collects the statements of these modules that are reached while it is entered.
+    """Collects the statements of these modules that are executed inside the `with` block.
 
-    Their functions get code that reports each statement, which costs far less than `sys.settrace`.
+    Their functions get code that records each statement, which costs far less than `sys.settrace`.
     """
 
     def __init__(self, modules: tuple[str, ...] = MODULES) -> None:
         self._lines: dict[str, set[int]] = {module: set() for module in modules}
-        self._telling: dict[_CodeName, CodeType] = {}
+        self._instrumented: dict[_CodeName, CodeType] = {}
         for module in modules:
             path = _path_of(module)
-            tree = _Telling().visit(ast.parse(Path(path).read_text("utf-8")))
+            tree = _Instrumenter().visit(ast.parse(Path(path).read_text("utf-8")))
             code = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
-            self._telling.update((_name_of(inner), inner) for inner in _codes_in(code))
+            self._instrumented.update((_name_of(inner), inner) for inner in _codes_in(code))
         self._before: list[tuple[FunctionType, CodeType]] = []
 
     @property
-    def reached(self) -> set[Place]:
+    def executed(self) -> set[Place]:
         return {(module, line) for module, lines in self._lines.items() for line in lines}
 
     def __enter__(self) -> Tracer:
         for module, lines in self._lines.items():
-            vars(importlib.import_module(module))[_TELL] = lines.add
+            vars(importlib.import_module(module))[_RECORD] = lines.add
         for thing in gc.get_objects():
-            if isinstance(thing, FunctionType) and (code := self._telling.get(_name_of(thing.__code__))) is not None:
+            if (
+                isinstance(thing, FunctionType)
+                and (code := self._instrumented.get(_name_of(thing.__code__))) is not None
+            ):
                 self._before.append((thing, thing.__code__))
                 thing.__code__ = code
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        # The name stays in the modules: tasks that are under way may still use it.
+        # The name stays in the modules: running tasks may still use it.
         for function, code in self._before:
             function.__code__ = code
         self._before = []
 
 
-_TELL = "__reached__"
+_RECORD = "__executed__"
 _CodeName = tuple[str, str, int]
 
 
@@ -149,8 +152,8 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from _codes_in(constant)
 
 
-class _Telling(ast.NodeTransformer):
-    """Puts `__reached__(line)` before every statement in a function."""
+class _Instrumenter(ast.NodeTransformer):
+    """Puts `__executed__(line)` before every statement in a function."""
 
     def __init__(self) -> None:
         self._in_function = False
@@ -163,12 +166,12 @@ class _Telling(ast.NodeTransformer):
         if self._in_function and not isinstance(node, ast.Lambda):
             for field in ("body", "orelse", "finalbody"):
                 if isinstance(body := getattr(node, field, None), list):
-                    setattr(node, field, [each for statement in body for each in self._told(statement)])
+                    setattr(node, field, [each for statement in body for each in self._with_record(statement)])
         self._in_function = before
         return node
 
-    def _told(self, statement: ast.stmt) -> Iterator[ast.stmt]:
-        if not _says_nothing(statement):
-            call = ast.Call(ast.Name(_TELL, ast.Load()), [ast.Constant(statement.lineno)], [])
+    def _with_record(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+        if not _has_no_code(statement):
+            call = ast.Call(ast.Name(_RECORD, ast.Load()), [ast.Constant(statement.lineno)], [])
             yield ast.copy_location(ast.Expr(ast.copy_location(call, statement)), statement)
         yield statement
