@@ -39,7 +39,9 @@ def commands(paths: list[str], seeds: int | None = None) -> tuple[list[str] | No
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files and folders of tests")
-    parser.add_argument("--seeds", type=int, metavar="N", help="run N seeds of the simulator (unless tests/sim is given)")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="run N seeds of the simulator (unless tests/sim is given)"
+    )
     options = parser.parse_args(arguments)
     tests, simulator = commands(options.paths, options.seeds)
     if tests is None or simulator is None:
