@@ -36,7 +36,7 @@ test: check ## set up and pass all tests: check, unit, docs, conformance, simula
 	$(BIN)/python -m scripts.run_tests $(TESTS)
 
 test-tidb: $(DEV_READY) ## the tests of a database on TiDB too, which is built first (a quarter of an hour, 5 GB)
-	DUETIME_TEST_TIDB=1 $(BIN)/python -m pytest -k tidb \
+	DUETIME_TEST_TIDB=1 $(BIN)/python -m pytest -m tidb \
 	  tests/conformance/test_mysql.py tests/conformance/test_mysql_zombies.py tests/e2e/test_mysql_setup.py \
 	  tests/e2e/test_every_database.py
 

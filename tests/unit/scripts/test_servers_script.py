@@ -1,6 +1,6 @@
 """What every server of scripts/servers has in common, and what happens when one cannot be installed.
 
-Needs no database. The servers themselves: tests/e2e/test_servers_script.py.
+Needs no database. The servers themselves: tests/e2e/test_real_servers.py.
 """
 
 from __future__ import annotations
