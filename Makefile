@@ -10,12 +10,14 @@ SEEDS ?= 200
 MINUTES ?= 10
 MODULES ?= engine/shard
 JOBS ?= 2
+# Tests that need nothing but Python: no database server, no container, no network.
+UNIT := tests/unit tests/docs tests/conformance/test_stores.py
 # The fast ones first, so that they fail first; then those of which single files take minutes.
 TESTS := $(wildcard tests/unit tests/docs tests/sim tests/e2e tests/conformance)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test test-tidb check sim prove mutate chaos format bench lock clean
+.PHONY: help demo serve unit test test-tidb check sim prove mutate chaos format bench lock clean
 
 help: ## list the targets
 	@echo "Duetime: a durable timer service. Targets:"; echo
@@ -27,11 +29,14 @@ demo: $(RUN_READY) ## watch timers fire on a temporary server
 serve: $(RUN_READY) ## run a server on ./duetime.db at http://127.0.0.1:8463
 	@$(BIN)/duetime serve
 
+unit: $(DEV_READY) ## the fast tests (two minutes, no databases): unit, docs, memory and SQLite, SEEDS=200 of the simulator
+	$(BIN)/python -m scripts.run_tests $(UNIT) --seeds $(SEEDS)
+
 test: check ## set up and pass all tests: check, unit, docs, conformance, simulation, end to end
 	$(BIN)/python -m scripts.run_tests $(TESTS)
 
 test-tidb: $(DEV_READY) ## the tests of a database on TiDB too, which is built first (a quarter of an hour, 5 GB)
-	DUETIME_TEST_TIDB=1 $(BIN)/python -m pytest -k tidb \
+	DUETIME_TEST_TIDB=1 $(BIN)/python -m pytest -m tidb \
 	  tests/conformance/test_mysql.py tests/conformance/test_mysql_zombies.py tests/e2e/test_mysql_setup.py \
 	  tests/e2e/test_every_database.py
 
@@ -41,7 +46,7 @@ check: $(DEV_READY) ## lint, format, strict types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-sim: $(DEV_READY) ## play SEEDS=200 stories of the simulated cluster; a failing seed is printed with its replay
+sim: $(DEV_READY) ## run SEEDS=200 seeds of the simulated cluster; for a failing seed prints the command that repeats it
 	$(BIN)/python -m duetime.testing.simulate --seeds $(SEEDS)
 
 prove: $(DEV_READY) ## seeds run, faults by kind, mutants caught, statements reached, cases of the failure catalogue
@@ -50,7 +55,7 @@ prove: $(DEV_READY) ## seeds run, faults by kind, mutants caught, statements rea
 mutate: $(DEV_READY) ## change single lines of MODULES="engine/shard engine/flow" and see whether a test fails (takes minutes)
 	$(BIN)/python -m scripts.mutate $(MODULES) --jobs $(JOBS)
 
-chaos: $(DEV_READY) ## three instances on a real PostgreSQL in a storm of faults for MINUTES=10, judged by the checker
+chaos: $(DEV_READY) ## three instances on a real PostgreSQL with random faults for MINUTES=10, judged by the checker
 	DUETIME_CHAOS_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/e2e/test_cluster_chaos.py -k storm -s
 
 format: $(DEV_READY) ## format the code, fix what can be fixed

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-__all__ = ["Mutant", "mutants_of", "with_notes"]
+__all__ = ["Mutant", "changes_of", "mutants_of", "with_notes"]
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
@@ -78,6 +78,14 @@ def mutants_of(source: str) -> Iterator[Mutant]:
         if mutant.source not in seen and _compiles(mutant.source):
             seen.add(mutant.source)
             yield mutant
+
+
+def changes_of(source: str) -> set[tuple[str, str]]:
+    """Line (stripped) and change of every mutant. Does not check that a mutant compiles, so it is fast."""
+    tree = ast.parse(source)
+    maker = _Maker(source, _Uses(tree))
+    maker.visit(tree)
+    return {(mutant.text, mutant.change) for mutant in maker.mutants}
 
 
 def _compiles(source: str) -> bool:

@@ -1,289 +1,143 @@
-"""PostgreSQL, by hand: a fenced write and a claim with every order of their locks and commits, in real sessions.
+"""PostgreSQL: an old owner that still writes while a new owner claims its shard (zombies.py), on 15 and 18.
 
-The conformance suite races them; here each waits where it is told to, and a fence that does not lock is caught.
+Also: what a fence without its lock would let through, and how many rows the statements read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, ClassVar
 
 import asyncpg
 import pytest
-from scripts.servers import Postgres
+from zombies import FencedWrites, Scene, Session, filled, some_of_everything, was_refused
 
-from duetime.domain.timer import BEFORE_ALL, Position
-from duetime.errors import ShardLost
-from duetime.store import Batch, Claim, Fence, ListQuery, PageRequest
+from duetime.store import Batch
 from duetime.stores.postgres import statements as postgres_statements
 from duetime.stores.postgres.store import PostgresStore
-from duetime.testing import make_reached, make_timer
-from duetime.testing.conformance.harness import all_reached, all_timers, take
-from servers import fresh_database
-
-KEPT = make_timer("kept", 5)
-OVER = make_reached(make_timer("over"), purge_at_ms=5)
-
-Write = Callable[[postgres_statements.Run, Fence], Awaitable[list[Any]]]
-
-WRITES: dict[str, Write] = {
-    "put": lambda run, fence: postgres_statements.commit(run, [Batch(fence, [make_timer("new")])]),
-    "replace": lambda run, fence: postgres_statements.commit(run, [Batch(fence, [make_timer("kept", 9)])]),
-    "delete": lambda run, fence: postgres_statements.commit(run, [Batch(fence, (), [KEPT.key])]),
-    "reached": lambda run, fence: postgres_statements.commit(run, [Batch(fence, reached=[make_reached(KEPT)])]),
-    "low water": lambda run, fence: postgres_statements.commit(run, [Batch(fence, low_water=Position(1, 2, 3))]),
-    "everything": lambda run, fence: postgres_statements.commit(
-        run, [Batch(fence, [make_timer("new")], [KEPT.key], [make_reached(KEPT)], Position(1, 2, 3))]
-    ),
-    "purge": lambda run, fence: postgres_statements.purge_reached(run, [fence], 1_000, 10),
-    "release": lambda run, fence: postgres_statements.release(run, [fence]),
-}
+from duetime.testing import make_timer
+from duetime.testing.conformance.harness import all_timers
+from servers import fresh_database, postgres
 
 
-class Scene:
-    """Two sessions with transactions of their own, A of the old owner, B of the new one; and a store to look with."""
+class PostgresSession(Session):
+    def __init__(self, db: asyncpg.Connection[Any]) -> None:
+        self.db = db
+        self.run = db.fetch
 
-    def __init__(self, store: PostgresStore, a: asyncpg.Connection[Any], b: asyncpg.Connection[Any]) -> None:
-        self.store, self.a, self.b = store, a, b
+    async def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        await self.db.execute("BEGIN")
+        task = asyncio.ensure_future(work)
+        await asyncio.wait_for(asyncio.shield(task), 10)
+        return task
 
-    async def contents(self) -> object:
-        return await self.store.shards(), await all_timers(self.store), await all_reached(self.store)
+    async def commit(self, begun: asyncio.Future[Any]) -> Any:
+        await self.db.execute("COMMIT")
+        return await begun
 
-    async def claim(self, fence: Fence) -> Fence:
-        [row] = await postgres_statements.claim(self.b.fetch, [Claim(0, fence.version, -7, "b", "host:2", 1)])
-        assert row.nonce == -7
-        return row.fence
+    async def roll_back(self, begun: asyncio.Future[Any]) -> None:
+        await self.db.execute("ROLLBACK")
 
-    async def until_waiting(self, session: asyncpg.Connection[Any]) -> None:
-        """Until the session's backend waits for a lock, as the server itself says."""
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(work)  # each statement commits itself
+
+
+class PostgresScene(Scene):
+    sql = postgres_statements
+    a: PostgresSession
+    b: PostgresSession
+
+    def __init__(self, store: PostgresStore, *sessions: asyncpg.Connection[Any]) -> None:
+        self.store = store
+        self.a, self.b = PostgresSession(sessions[0]), PostgresSession(sessions[1])
+        self.looking = sessions[2]
+
+    async def until_waiting(self, session: Session) -> None:
+        assert isinstance(session, PostgresSession)
         sql = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = $1"
         for _ in range(2_000):
-            if await self.looking.fetchval(sql, session.get_server_pid()):
+            if await self.looking.fetchval(sql, session.db.get_server_pid()):
                 return
             await asyncio.sleep(0.005)
         raise AssertionError("it does not wait")
 
-    looking: asyncpg.Connection[Any]
 
+class PostgresWrites(FencedWrites):
+    VERSION: ClassVar[int]
+    url: ClassVar[str] = ""
 
-@pytest.fixture(scope="module")
-def shared_url(postgres_server: Postgres) -> str:
-    return fresh_database(postgres_server)
+    @pytest.fixture
+    async def scene(self) -> AsyncIterator[PostgresScene]:
+        kind = type(self)
+        kind.url = kind.url or fresh_database(postgres(self.VERSION))
+        store = PostgresStore.from_url(kind.url)
+        await store.migrate()
+        await store.open()
+        sessions = [await asyncpg.connect(kind.url) for _ in range(3)]
+        await sessions[2].execute("TRUNCATE shards, timers")
+        await store.ensure_shards(4)
+        yield PostgresScene(store, *sessions)
+        for session in sessions:
+            session.terminate()
+        await store.close()
 
+    @pytest.mark.parametrize("name", ["put", "everything"])
+    async def test_with_a_fence_that_does_not_lock_the_old_owner_writes(self, scene: PostgresScene, name: str) -> None:
+        """So the tests of zombies.py can fail: without the lock the write is applied in the middle of the claim."""
+        function = str(await scene.looking.fetchval("SELECT pg_get_functiondef('shard_fence_holds'::regproc)"))
+        without_lock = function.replace("FOR SHARE", "").replace("FOR NO KEY UPDATE", "")
+        assert without_lock != function
+        await scene.looking.execute(without_lock)
+        try:
+            fence = await filled(scene)
+            claim = await scene.b.begin(scene.claim(fence))
+            write = scene.a.start(scene.write(scene.a, name, fence))
+            if name == "put":
+                await asyncio.wait_for(write, 10)  # it does not wait at all
+            else:
+                await scene.until_waiting(scene.a)  # to raise the low water, after everything else is written
+            await scene.b.commit(claim)
+            assert not was_refused(await write)
+            assert make_timer("new") in await all_timers(scene.store), "the timer of the old owner"
+        finally:
+            await scene.looking.execute(function)
 
-@pytest.fixture
-async def scene(shared_url: str) -> AsyncIterator[Scene]:
-    store = PostgresStore.from_url(shared_url)
-    await store.migrate()
-    await store.open()
-    sessions = [await asyncpg.connect(shared_url) for _ in range(3)]
-    made = Scene(store, sessions[0], sessions[1])
-    made.looking = sessions[2]
-    await made.looking.execute("TRUNCATE shards, timers")
-    await store.ensure_shards(4)
-    yield made
-    for session in sessions:
-        session.terminate()
-    await store.close()
-
-
-async def filled(scene: Scene) -> Fence:
-    fence = await take(scene.store, 0)
-    await scene.store.commit([Batch(fence, [KEPT], (), [OVER])])
-    return fence
-
-
-def was_refused(answer: list[Any]) -> bool:
-    return isinstance(answer[0], ShardLost)
-
-
-@pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_meets_a_claim_under_way_waits_and_leaves_nothing(scene: Scene, name: str) -> None:
-    fence = await filled(scene)
-    before = (await scene.contents())[1:]  # type: ignore[index]
-    await scene.b.execute("BEGIN")
-    taken = await scene.claim(fence)
-    write = asyncio.ensure_future(WRITES[name](scene.a.fetch, fence))
-    await scene.until_waiting(scene.a)
-    await scene.b.execute("COMMIT")
-    assert was_refused(await write)
-    assert (await scene.contents())[1:] == before  # type: ignore[index]
-    row = (await scene.store.shards())[0]
-    assert (row.fence, row.low_water) == (taken, Position(-1, 0, 0))
-
-
-@pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_meets_a_claim_which_is_given_up_goes_on(scene: Scene, name: str) -> None:
-    fence = await filled(scene)
-    before = await scene.contents()
-    await scene.b.execute("BEGIN")
-    await scene.claim(fence)
-    write = asyncio.ensure_future(WRITES[name](scene.a.fetch, fence))
-    await scene.until_waiting(scene.a)
-    await scene.b.execute("ROLLBACK")
-    assert not was_refused(await write)
-    assert await scene.contents() != before
-
-
-@pytest.mark.parametrize("name", [name for name in WRITES if name != "release"])
-async def test_a_claim_waits_for_a_write_that_has_its_fence_and_sees_all_of_it(scene: Scene, name: str) -> None:
-    fence = await filled(scene)
-    before = (await scene.contents())[1:]  # type: ignore[index]
-    await scene.a.execute("BEGIN")
-    assert not was_refused(await WRITES[name](scene.a.fetch, fence))
-    claim = asyncio.ensure_future(scene.claim(fence))
-    await scene.until_waiting(scene.b)
-    assert (await scene.contents())[1:] == before, "not committed yet"  # type: ignore[index]
-    await scene.a.execute("COMMIT")
-    taken = await claim
-    row = (await scene.store.shards())[0]
-    assert row.fence == taken
-    changed = (await scene.contents())[1:] != before  # type: ignore[index]
-    assert changed or row.low_water == Position(1, 2, 3), "the claim changes the owner and nothing else"
-
-
-@pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_waits_for_another_one_of_the_same_owner_goes_on(scene: Scene, name: str) -> None:
-    """The shard row was changed meanwhile, but not what the fence looks at."""
-    fence = await filled(scene)
-    await scene.b.execute("BEGIN")
-    await WRITES["low water"](scene.b.fetch, fence)
-    write = asyncio.ensure_future(WRITES[name](scene.a.fetch, fence))
-    await scene.until_waiting(scene.a)
-    await scene.b.execute("COMMIT")
-    assert not was_refused(await write)
-    assert (await scene.store.shards())[0].low_water == Position(1, 2, 3)
-
-
-@pytest.mark.parametrize("act", ["commit", "claim", "purge", "release"])
-async def test_one_of_many_shards_that_had_to_be_waited_for_is_not_forgotten(scene: Scene, act: str) -> None:
-    fences = [await take(scene.store, shard_id) for shard_id in range(4)]
-    await scene.b.execute("BEGIN")
-    await postgres_statements.commit(scene.b.fetch, [Batch(fences[1], low_water=Position(1, 2, 3))])
-    claims = [Claim(fence.shard_id, fence.version, 77, "b", "host:2", 1) for fence in fences]
-    run = scene.a.fetch
-    acts: dict[str, Callable[[], Awaitable[list[Any]]]] = {
-        "commit": lambda: postgres_statements.commit(
-            run, [Batch(f, [make_timer()], low_water=Position(4, 5, 6)) for f in fences]
-        ),
-        "claim": lambda: postgres_statements.claim(run, claims),
-        "purge": lambda: postgres_statements.purge_reached(run, fences, 10, 10),
-        "release": lambda: postgres_statements.release(run, fences),
-    }
-    task = asyncio.ensure_future(acts[act]())
-    await scene.until_waiting(scene.a)
-    await scene.b.execute("COMMIT")
-    answer = await task
-    assert not any(isinstance(item, ShardLost) for item in answer)
-    rows = await scene.store.shards()
-    if act == "commit":
-        assert [row.low_water for row in rows] == [Position(4, 5, 6)] * 4
-    if act == "claim":
-        assert [row.nonce for row in answer] == [77] * 4
-        assert rows == answer
-    if act == "release":
-        assert [row.owner_id for row in rows] == [None] * 4
-
-
-@pytest.mark.parametrize("name", WRITES)
-async def test_a_write_after_the_claim_leaves_nothing(scene: Scene, name: str) -> None:
-    fence = await filled(scene)
-    taken = await scene.claim(fence)
-    before = await scene.contents()
-    assert was_refused(await WRITES[name](scene.a.fetch, fence))
-    assert await scene.contents() == before
-    assert not was_refused(await WRITES[name](scene.a.fetch, taken))
-
-
-@pytest.mark.parametrize("name", ["put", "everything"])
-async def test_a_fence_that_does_not_lock_lets_the_zombie_write_and_is_noticed(scene: Scene, name: str) -> None:
-    """The tests above can fail: without the lock the same write goes through in the middle of the claim."""
-    honest = str(await scene.looking.fetchval("SELECT pg_get_functiondef('shard_fence_holds'::regproc)"))
-    without_lock = honest.replace("FOR SHARE", "").replace("FOR NO KEY UPDATE", "")
-    assert without_lock != honest
-    await scene.looking.execute(without_lock)
-    try:
+    async def test_no_plan_reads_more_than_it_needs_even_if_it_was_made_on_an_empty_table(
+        self, scene: PostgresScene
+    ) -> None:
+        store, db = scene.store, scene.looking
+        for number in range(32):
+            await db.execute(f"ALTER TABLE timers_p{number:02} SET (autovacuum_enabled = off)")
+        await db.execute("TRUNCATE shards, timers")
+        await db.execute("SELECT pg_stat_force_next_flush()")  # creating indexes reads tables
+        await store.ensure_shards(4)
+        await store.close()
+        before = await _rows_read(db)
+        await store.open()
         fence = await filled(scene)
-        await scene.b.execute("BEGIN")
-        await scene.claim(fence)
-        write = asyncio.ensure_future(WRITES[name](scene.a.fetch, fence))
-        if name == "put":
-            await asyncio.wait_for(write, 10)  # it does not wait at all
-        else:
-            await scene.until_waiting(scene.a)  # to raise the low water, when all the rest is written
-        await scene.b.execute("COMMIT")
-        assert not was_refused(await write)
-        assert make_timer("new") in await all_timers(scene.store), "the zombie's timer"
-    finally:
-        await scene.looking.execute(honest)
+        await some_of_everything(store, fence, 0)  # the plans are made here
+        for start in range(0, 12_000, 2_000):
+            timers = [make_timer(f"n-{n}", n, correlation_id="c") for n in range(start, start + 2_000)]
+            await store.commit([Batch(fence, timers)])
+        for number in range(1, 20):
+            await some_of_everything(store, fence, number)
+        await store.close()
+        after = await _rows_read(db)
+        assert after[1] == before[1], "no sequential scan"
+        assert after[0] - before[0] < 3_000, "20 rounds that read a whole shard would be 240,000"
 
 
-async def test_commits_claims_purges_and_releases_of_many_shards_never_lock_each_other_up(scene: Scene) -> None:
-    """Whoever locks several shards does it in the order of their ids, whatever order they are named in."""
-    store, shards = scene.store, range(4)
-    fences = [await take(store, shard_id) for shard_id in shards]
-
-    async def commits(turn: int) -> None:
-        for number in range(15):
-            order = fences if (turn + number) % 2 else fences[::-1]
-            low_water = Position(number, 0, 0) if number % 3 == 0 else None
-            done = await store.commit(
-                [Batch(f, [make_timer(f"{turn}-{number}")], (), [OVER], low_water) for f in order]
-            )
-            assert not any(isinstance(result, ShardLost) for result in done)
-
-    async def purges() -> None:
-        for number in range(15):
-            await store.purge_reached(fences if number % 2 else fences[::-1], 1_000, 5)
-
-    async def claims() -> None:
-        for number in range(15):
-            order = shards if number % 2 else shards[::-1]
-            await store.claim([Claim(shard_id, 99, 1, "x", "y", 1) for shard_id in order])  # never that version
-
-    await asyncio.gather(*(commits(turn) for turn in range(4)), purges(), claims())
-    assert len(await all_timers(store)) == 60
-    assert await store.release(fences[::-1]) == [None] * 4
+class TestPostgres15(PostgresWrites):
+    VERSION = 15
 
 
-async def test_no_plan_reads_more_than_it_needs_even_if_it_was_made_on_an_empty_table(scene: Scene) -> None:
-    store, db = scene.store, scene.looking
-    for number in range(32):
-        await db.execute(f"ALTER TABLE timers_p{number:02} SET (autovacuum_enabled = off)")
-    await db.execute("TRUNCATE shards, timers")
-    await db.execute("SELECT pg_stat_force_next_flush()")  # making indexes is reading tables
-    await store.ensure_shards(4)
-    await store.close()
-    before = await _rows_read(db)
-    await store.open()
-    fence = await filled(scene)
-    await _some_of_everything(store, fence, 0)  # the plans are made here
-    for start in range(0, 12_000, 2_000):
-        timers = [make_timer(f"n-{n}", n, correlation_id="c") for n in range(start, start + 2_000)]
-        await store.commit([Batch(fence, timers)])
-    for number in range(1, 20):
-        await _some_of_everything(store, fence, number)
-    await store.close()
-    after = await _rows_read(db)
-    assert after[1] == before[1], "no sequential scan"
-    assert after[0] - before[0] < 3_000, "20 rounds that read a shard would be 240,000"
-
-
-async def _some_of_everything(store: PostgresStore, fence: Fence, number: int) -> None:
-    timer = make_timer(f"n-{number}", 7, correlation_id="c")
-    await store.commit([Batch(fence, [timer], [make_timer(f"n-1{number}").key], [make_reached(timer)])])
-    await store.commit([Batch(fence, [timer], low_water=Position(0, 0, number))])
-    await store.get_many([(0, timer.key), (0, KEPT.key)])
-    await store.load([PageRequest(0, BEFORE_ALL, 1 << 50, 5)])
-    await store.purge_reached([fence], 10, 1)
-    await store.shards()
-    await store.list_timers(ListQuery(namespace="test", num_shards=4, limit=5))
-    await store.list_timers(ListQuery(namespace="test", num_shards=4, limit=5, correlation_id="c"))
+class TestPostgres18(PostgresWrites):
+    VERSION = 18
 
 
 async def _rows_read(db: asyncpg.Connection[Any]) -> tuple[int, int]:
-    """Index entries read in the partitions, and sequential scans, once all sessions have reported by ending."""
+    """Index entries read in the partitions, and sequential scans, after all sessions have ended and so reported."""
     sql = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'duetime'"
     for _ in range(2_000):
         if not await db.fetchval(sql):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 ROOT = Path(__file__).parents[2]
 PATHS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -12,6 +13,21 @@ PATHS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+Thing = TypeVar("Thing")
+
+
+def check_each(things: Collection[Thing], check: Callable[[Thing], None]) -> None:
+    """Calls `check` with each of them, and fails once, with a line for each of those for which it failed."""
+    assert things, "nothing to check: does the pattern still match the documents?"
+    failures = []
+    for thing in things:
+        try:
+            check(thing)
+        except Exception as error:
+            reason = str(error).partition("\nassert ")[0]  # without what pytest adds to a message
+            failures.append(f"{thing}: {reason or type(error).__name__}")
+    assert not failures, f"{len(failures)} of {len(things)} fail:\n" + "\n".join(failures)
 
 
 class Block(NamedTuple):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import Block, blocks
+from documents import Block, blocks, check_each
 
 from duetime.app import App
 from duetime.client import Client
@@ -139,21 +139,21 @@ CASES: list[tuple[str, Callable[[], dict[str, str]], bool]] = [
     ("from the future", lambda: signed(age_s=-320), False),
 ]
 GUIDE = "docs/howto/receive-callbacks.md"
-each_case = pytest.mark.parametrize(("headers", "genuine"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
 
 
-@each_case
-@pytest.mark.parametrize("block", blocks("python", GUIDE), ids=str)
-def test_the_python_checks_tell_genuine_from_forged(
-    block: Block, headers: Callable[[], dict[str, str]], genuine: bool
-) -> None:
-    names: dict[str, Any] = {}
-    run(block, names)
-    assert names["is_genuine"](BODY, headers(), SECRET) is genuine
+def test_the_python_checks_distinguish_genuine_from_forged_callbacks() -> None:
+    def check(each: tuple[Block, int]) -> None:
+        block, number = each
+        _, headers, genuine = CASES[number]
+        names: dict[str, Any] = {}
+        run(block, names)
+        assert names["is_genuine"](BODY, headers(), SECRET) is genuine, CASES[number][0]
+
+    check_each([(block, number) for block in blocks("python", GUIDE) for number in range(len(CASES))], check)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed: its example is not checked")
-def test_the_node_check_tells_genuine_from_forged(tmp_path: Path) -> None:
+def test_the_node_check_distinguishes_genuine_from_forged_callbacks(tmp_path: Path) -> None:
     [block] = blocks("js", GUIDE)
     cases = [[headers(), genuine] for _, headers, genuine in CASES]
     script = tmp_path / "check.js"
@@ -167,7 +167,7 @@ def test_the_node_check_tells_genuine_from_forged(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("go") is None, reason="go is not installed: its example is not checked")
-def test_the_go_check_tells_genuine_from_forged(tmp_path: Path) -> None:
+def test_the_go_check_distinguishes_genuine_from_forged_callbacks(tmp_path: Path) -> None:
     [block] = blocks("go", GUIDE)
     (tmp_path / "check.go").write_text("package main\n\n" + block.text)
     (tmp_path / "main.go").write_text(GO_MAIN)

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import pytest
-from documents import PATHS, ROOT, Block, Mention, blocks, inline_code, links, name_of, shell_commands
+from documents import PATHS, ROOT, Block, Mention, blocks, check_each, inline_code, links, name_of, shell_commands
 
 from duetime import client as client_module
 from duetime.api import dispatch as api_app
@@ -44,34 +43,43 @@ def source_files(*folders: Path) -> Iterator[Path]:
 # --- files and links -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mention", links(), ids=str)
-def test_a_link_leads_somewhere(mention: Mention) -> None:
-    target, _, anchor = mention.text.partition("#")
-    if target.startswith("https://"):
-        return
-    assert not anchor, "no anchors: headings change"
-    assert ((ROOT / mention.document).parent / target).exists()
+def test_every_link_leads_to_a_file() -> None:
+    def check(mention: Mention) -> None:
+        target, _, anchor = mention.text.partition("#")
+        if target.startswith("https://"):
+            return
+        assert not anchor, "no anchors: headings change"
+        assert ((ROOT / mention.document).parent / target).exists(), "no such file"
+
+    check_each(links(), check)
 
 
-@pytest.mark.parametrize("mention", matching(r"\w[\w./-]*\.(py|toml|sql|txt|json|lock|md|yml)"), ids=str)
-def test_a_named_file_exists(mention: Mention) -> None:
+def test_every_named_file_exists() -> None:
     """From the root, from the package, or by its bare name; files of the reader's own are listed here."""
-    if mention.text in ("duetime.toml", "client.py", "uv.lock"):
-        return
-    assert (ROOT / mention.text).is_file() or (PACKAGE / mention.text).is_file()
+
+    def check(mention: Mention) -> None:
+        if mention.text in ("duetime.toml", "client.py", "uv.lock"):
+            return
+        assert (ROOT / mention.text).is_file() or (PACKAGE / mention.text).is_file(), "no such file"
+
+    check_each(matching(r"\w[\w./-]*\.(py|toml|sql|txt|json|lock|md|yml)"), check)
 
 
-@pytest.mark.parametrize("mention", matching(r"(src|tests|benchmarks|docs|spec)/[\w./-]*"), ids=str)
-def test_a_named_folder_exists(mention: Mention) -> None:
-    assert (ROOT / mention.text).exists()
+def test_every_named_folder_exists() -> None:
+    def check(mention: Mention) -> None:
+        assert (ROOT / mention.text).exists(), "no such folder"
+
+    check_each(matching(r"(src|tests|benchmarks|docs|spec)/[\w./-]*"), check)
 
 
-@pytest.mark.parametrize("mention", matching(r"duetime(\.\w+)+"), ids=str)
-def test_a_named_module_exists(mention: Mention) -> None:
-    if mention.text == "duetime.db":
-        return
-    path = PACKAGE.joinpath(*mention.text.split(".")[1:])
-    assert path.is_dir() or path.with_suffix(".py").is_file()
+def test_every_named_module_exists() -> None:
+    def check(mention: Mention) -> None:
+        if mention.text == "duetime.db":
+            return
+        path = PACKAGE.joinpath(*mention.text.split(".")[1:])
+        assert path.is_dir() or path.with_suffix(".py").is_file(), "no such module"
+
+    check_each(matching(r"duetime(\.\w+)+"), check)
 
 
 def test_every_document_is_reachable_from_the_readme() -> None:
@@ -91,9 +99,12 @@ def test_every_document_is_reachable_from_the_readme() -> None:
     assert {name_of(path) for path in PATHS} - {name_of(path) for path in seen} <= {"CHANGELOG.md"}
 
 
-def test_no_document_names_a_machine_of_ours() -> None:
-    for path in [*PATHS, ROOT / "requirements.lock", ROOT / "requirements-dev.lock", ROOT / "Makefile"]:
-        assert not re.search(r"/work/|/root/|/tmp/|--index-url|--find-links|pypi", path.read_text("utf-8")), path
+def test_no_document_names_a_path_or_package_index_of_our_machines() -> None:
+    def check(path: Path) -> None:
+        found = re.search(r"/work/|/root/|/tmp/|--index-url|--find-links|pypi", path.read_text("utf-8"))
+        assert not found, found
+
+    check_each([*PATHS, ROOT / "requirements.lock", ROOT / "requirements-dev.lock", ROOT / "Makefile"], check)
 
 
 # --- tests ---------------------------------------------------------------------------------------
@@ -107,45 +118,61 @@ def known_tests() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("mention", matching(r"test_\w+"), ids=str)
-def test_a_named_test_exists(mention: Mention) -> None:
-    assert mention.text in known_tests()
+def test_every_named_test_exists() -> None:
+    known = known_tests()
+
+    def check(mention: Mention) -> None:
+        assert mention.text in known, "no such test"
+
+    check_each(matching(r"test_\w+"), check)
 
 
 # --- settings and metrics ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mention", matching(rf"({'|'.join(SETTINGS)})\.[a-z_]+"), ids=str)
-def test_a_named_setting_exists(mention: Mention) -> None:
-    section, _, key = mention.text.partition(".")
-    assert key in SETTINGS[section] or key in ("py", "toml")
+def test_every_named_setting_exists() -> None:
+    def check(mention: Mention) -> None:
+        section, _, key = mention.text.partition(".")
+        assert key in SETTINGS[section] or key in ("py", "toml"), "no such setting"
+
+    check_each(matching(rf"({'|'.join(SETTINGS)})\.[a-z_]+"), check)
 
 
-@pytest.mark.parametrize("mention", matching(r"DUETIME_[A-Z_]+"), ids=str)
-def test_a_named_environment_variable_exists(mention: Mention) -> None:
+def test_every_named_environment_variable_exists() -> None:
     variables = {f"DUETIME_{section}_{key}".upper() for section, keys in SETTINGS.items() for key in keys}
     of_clients = {"DUETIME_URL", "DUETIME_TOKEN", "DUETIME_CONFIG"}
     of_kubernetes = {"DUETIME_SERVICE_HOST", "DUETIME_PORT"}  # named because they are ignored
-    assert mention.text in variables | of_clients | of_kubernetes | {"DUETIME_SECTION_KEY"}
+    known = variables | of_clients | of_kubernetes | {"DUETIME_SECTION_KEY"}
+
+    def check(mention: Mention) -> None:
+        assert mention.text in known, "no such environment variable"
+
+    check_each(matching(r"DUETIME_[A-Z_]+"), check)
 
 
-@pytest.mark.parametrize("block", blocks("toml"), ids=str)
-def test_an_example_of_a_configuration_is_valid(block: Block, tmp_path: Path) -> None:
-    file = tmp_path / "duetime.toml"
-    file.write_text(block.text)
-    load_config(file, environ={})
+def test_every_example_of_a_configuration_is_valid(tmp_path: Path) -> None:
+    def check(block: Block) -> None:
+        file = tmp_path / "duetime.toml"
+        file.write_text(block.text)
+        load_config(file, environ={})
+
+    check_each(blocks("toml"), check)
 
 
-@pytest.mark.parametrize("mention", matching(r"duetime_[a-z_]+"), ids=str)
-def test_a_named_metric_exists(mention: Mention) -> None:
-    assert mention.text in {metric.name for metric in vars(Telemetry()).values()}
+def test_every_named_metric_exists() -> None:
+    known = {metric.name for metric in vars(Telemetry()).values()}
+
+    def check(mention: Mention) -> None:
+        assert mention.text in known, "no such metric"
+
+    check_each(matching(r"duetime_[a-z_]+"), check)
 
 
 # --- commands ------------------------------------------------------------------------------------
 
 
 def parsed(words: list[str]) -> str | None:
-    """What argparse has against a command, or None."""
+    """The error of the command-line parser, or None if it accepts the command."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -167,18 +194,24 @@ def duetime_commands() -> list[Mention]:
     return found
 
 
-@pytest.mark.parametrize("command", duetime_commands(), ids=str)
-def test_an_example_of_a_command_is_understood(command: Mention) -> None:
-    assert parsed(shlex.split(command.text)) is None
+def test_every_example_of_a_command_is_accepted_by_the_parser() -> None:
+    def check(command: Mention) -> None:
+        refusal = parsed(shlex.split(command.text))
+        assert refusal is None, refusal or "the parser refuses it"
+
+    check_each(duetime_commands(), check)
 
 
-@pytest.mark.parametrize("mention", matching(r"(uvx )?duetime [a-z].*"), ids=str)
-def test_a_command_named_in_a_sentence_exists(mention: Mention) -> None:
+def test_every_command_named_in_a_sentence_exists() -> None:
     """Its options may be left out there: then only its name is checked."""
-    words = shlex.split(mention.text.removeprefix("uvx "))[1:]
-    name = [word for word in words if re.fullmatch(r"[a-z-]+", word) and not word.startswith("-")][:2]
-    given = parsed(words)
-    assert given is None or parsed([*name, "--help"]) is None, given
+
+    def check(mention: Mention) -> None:
+        words = shlex.split(mention.text.removeprefix("uvx "))[1:]
+        name = [word for word in words if re.fullmatch(r"[a-z-]+", word) and not word.startswith("-")][:2]
+        given = parsed(words)
+        assert given is None or parsed([*name, "--help"]) is None, given or "the parser refuses it"
+
+    check_each(matching(r"(uvx )?duetime [a-z].*"), check)
 
 
 def test_the_reference_lists_every_command() -> None:
@@ -204,10 +237,14 @@ def test_the_exit_codes_are_those_of_the_help() -> None:
     assert listed == helped
 
 
-@pytest.mark.parametrize("mention", matching(r"make [a-z]+"), ids=str)
-def test_a_named_make_target_exists(mention: Mention) -> None:
-    target = mention.text.removeprefix("make ")
-    assert re.search(rf"^{target}:.*##", (ROOT / "Makefile").read_text(), re.M)
+def test_every_named_make_target_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+
+    def check(mention: Mention) -> None:
+        target = mention.text.removeprefix("make ")
+        assert re.search(rf"^{target}:.*##", makefile, re.M), "no such target, or it has no description"
+
+    check_each(matching(r"make [a-z]+"), check)
 
 
 # --- the API -------------------------------------------------------------------------------------
@@ -219,13 +256,16 @@ def curl_requests() -> list[Mention]:
     return found
 
 
-@pytest.mark.parametrize("mention", curl_requests(), ids=str)
-def test_an_example_of_a_request_is_valid(mention: Mention) -> None:
-    words = shlex.split(mention.text)
-    url = next(word for word in words if word.startswith("http"))
-    route = next(route for route in ROUTES if url.endswith(PREFIX + route.path))
-    assert "--json" in words or "content-type:application/json" in words
-    msgspec.json.decode(words[-1], type=route.request)
+def test_every_example_of_a_request_is_valid() -> None:
+    def check(mention: Mention) -> None:
+        words = shlex.split(mention.text)
+        url = next((word for word in words if word.startswith("http")), "")
+        route = next((route for route in ROUTES if url.endswith(PREFIX + route.path)), None)
+        assert route is not None, "no such route"
+        assert "--json" in words or "content-type:application/json" in words, "no content type"
+        msgspec.json.decode(words[-1], type=route.request)
+
+    check_each(curl_requests(), check)
 
 
 def test_the_reference_lists_every_route() -> None:
@@ -277,7 +317,9 @@ def test_the_reference_lists_every_method_of_the_client() -> None:
     assert [name for name in methods if not re.search(rf"`{name}\(", text)] == []
 
 
-@pytest.mark.parametrize("mention", [m for m in CODE if m.document == "docs/reference/python.md"], ids=str)
-def test_a_class_named_in_the_reference_of_the_client_is_public(mention: Mention) -> None:
-    if re.fullmatch(r"[A-Z][a-z]+[A-Za-z]*", mention.text):
-        assert mention.text in client_module.__all__
+def test_every_class_named_in_the_reference_of_the_client_is_public() -> None:
+    def check(mention: Mention) -> None:
+        assert mention.text in client_module.__all__, "not in duetime.client.__all__"
+
+    classes = [m for m in matching(r"[A-Z][a-z]+[A-Za-z]*") if m.document == "docs/reference/python.md"]
+    check_each(classes, check)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import gc
 import os
 import socket
@@ -110,50 +112,118 @@ def cancelled_at(step: int, work: Coroutine[Any, Any, Any]) -> Generator[Any, An
 def breaks_off(
     then: Literal["stalls", "hangs up"], behind_port: int = 0, answers: int = 0, says: bytes = b""
 ) -> Iterator[int]:
-    """The port of a server that, after so many answers of the one behind it, says nothing more or hangs up.
+    """The port of a server that, after so many answers of the server behind it, sends nothing more or hangs up.
 
-    Without a server behind it, it answers the first message with what it `says`, and nothing more. It is a
-    process of its own: its sockets are not ours.
+    Without a server behind it, it answers the first message with `says`, and nothing more. It runs in another
+    process, which is started once for all tests, so its sockets are not sockets of this process. All its connections
+    are closed at the end of the block.
     """
-    command = [sys.executable, __file__, then, str(behind_port), str(answers), says.hex()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.kill()
+    program = _program()
+    port = program.ask("listen", then, str(behind_port), str(answers), says.hex() or "-")
+    try:
+        yield int(port)
+    finally:
+        program.ask("close", port)
 
 
-def _serve(client: socket.socket, then: str, behind_port: int, answers: int, says: bytes) -> None:
+class _Program:
+    """This file, run as a program: it answers each line of commands with one line."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        atexit.register(self._end)
+
+    def ask(self, *words: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{'|'.join(words)}\n")
+        answer = self._process.stdout.readline().strip()
+        assert answer, "the server that breaks logins off has ended"
+        return answer
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@functools.cache
+def _program() -> _Program:
+    return _Program()
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+
+class _Listener:
+    """Serves one port until it is closed, each connection in a thread."""
+
+    def __init__(self, then: str, behind_port: int, answers: int, says: bytes) -> None:
+        self._then, self._behind_port, self._answers, self._says = then, behind_port, answers, says
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=100)
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._closed = threading.Event()
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            for each in (self._listening, *self._sockets):
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+                each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                self._keep(client)
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _keep(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                connection.close()
+            else:
+                self._sockets.append(connection)
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            if self._says and client.recv(65_536):
+                client.sendall(self._says)
+            if self._answers:
+                behind = socket.create_connection(("127.0.0.1", self._behind_port))
+                self._keep(behind)
+                threading.Thread(target=_copy, args=(client, behind), daemon=True).start()
+                for _ in range(self._answers):
+                    client.sendall(behind.recv(65_536))
+            if self._then == "hangs up":
+                client.shutdown(socket.SHUT_RDWR)
+            else:
+                self._closed.wait()  # until then the connection stays open
+
+
+def _copy(client: socket.socket, behind: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        if says and client.recv(65_536):
-            client.sendall(says)
-        if answers:
-            behind = socket.create_connection(("127.0.0.1", behind_port))
-            threading.Thread(target=_pass_on, args=(client, behind), daemon=True).start()
-            for _ in range(answers):
-                client.sendall(behind.recv(65_536))
-        if then == "hangs up":
-            client.shutdown(socket.SHUT_RDWR)
+        while data := client.recv(65_536):
+            behind.sendall(data)
+
+
+def _main() -> None:
+    listeners: dict[str, _Listener] = {}
+    for line in sys.stdin:
+        action, *words = line.strip().split("|")
+        if action == "listen":
+            then, behind_port, answers, says = words
+            listener = _Listener(then, int(behind_port), int(answers), bytes.fromhex(says.strip("-")))
+            listeners[str(listener.port)] = listener
+            print(listener.port, flush=True)
         else:
-            threading.Event().wait()  # the connection stays open until this process ends
-
-
-def _pass_on(client: socket.socket, behind: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while said := client.recv(65_536):
-            behind.sendall(said)
-
-
-def _main(then: str, behind_port: str, answers: str, says: str) -> None:
-    listening = socket.create_server(("127.0.0.1", 0), backlog=100)
-    print(listening.getsockname()[1], flush=True)
-    while True:
-        client, _ = listening.accept()
-        how = (client, then, int(behind_port), int(answers), bytes.fromhex(says))
-        threading.Thread(target=_serve, args=how, daemon=True).start()
+            listeners.pop(words[0]).close()
+            print("closed", flush=True)
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main()

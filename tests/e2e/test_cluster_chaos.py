@@ -1,12 +1,11 @@
-"""Three instances on one PostgreSQL in a storm of faults, under load, judged by what the receiver saw.
+"""Three instances on one PostgreSQL with random faults, under load, judged by what the receiver saw.
 
-A short form by default; `make chaos MINUTES=10` blows longer. `DUETIME_CHAOS_SEED` draws the same faults again (what
-the machine does in between is its own). The judge is proved able to fail by instances with a safety rule taken away.
+A short form by default; `make chaos MINUTES=10` runs longer. `DUETIME_CHAOS_SEED` draws the same faults again; their
+timing still depends on the machine. Instances with a safety rule taken away show that the judge can fail.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from collections.abc import Iterator
@@ -24,8 +23,7 @@ from storm import Storm
 from duetime.testing.checker import Fault, Result, find_violations
 from servers import fresh_database, own, postgres
 
-STORM_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.5")) * 60
-CALM_SECONDS = 5
+STORM_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.3")) * 60
 HEARTBEATS = 'duetime_heartbeats_total{result="ok"}'
 BROKEN = str(Path(__file__).with_name("broken_server.py"))
 
@@ -54,11 +52,11 @@ async def test_a_storm_of_faults_loses_nothing_and_repeats_only_what_was_in_flig
             await cluster.join()
         storm = Storm(cluster, own_database, rng)
         async with storm.watched(), load.running():
-            await asyncio.sleep(CALM_SECONDS)
+            await load.acknowledged(200)
             await storm.blow(STORM_SECONDS)
             await load.acknowledged(100)
             await cluster.until_even()
-            await asyncio.sleep(CALM_SECONDS)
+            await load.acknowledged(200)
         await cluster.until_all_have_fired()
         codes = [await cluster.leave(instance) for instance in list(cluster.instances)]
         print(storm.summary)

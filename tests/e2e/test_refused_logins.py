@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import asyncmy
 import asyncpg
@@ -83,7 +83,6 @@ LOGINS: dict[str, Login] = {
 }
 # How long a driver with threads, or with monitors, of its own may take to close.
 THREADED_SECONDS = {"cassandra": 10.0, "mongodb": 5.0}
-NAMES = list(LOGINS)
 
 
 @pytest.fixture(autouse=True)
@@ -159,23 +158,17 @@ def _give(owned: Path, file: Path, content: bytes) -> None:
     subprocess.run(["chown", f"{owner.st_uid}:{owner.st_gid}", str(file)], check=True)
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def guarded(request: pytest.FixtureRequest, certificates: Path) -> Iterator[tuple[str, Server]]:
-    """Its name, and a server that speaks TLS and has the user `guest`. Ministack: any user, and no TLS."""
-    name: str = request.param
-    made: Any
+def guarded_server(name: str, certificates: Path) -> contextlib.AbstractContextManager[Server]:
+    """A server that speaks TLS and has the user `guest`. Ministack accepts any user, and speaks no TLS."""
     if name == "postgres":
-        made = guarded_postgres(certificates)
-    elif name in ("mariadb", "mysql"):
-        made = guarded_mysql(name, certificates)
-    elif name == "mongodb":
-        made = guarded_mongodb(certificates)
-    elif name == "cassandra":
-        made = guarded_cassandra(certificates)
-    else:
-        made = contextlib.nullcontext(require(name))
-    with made as server:
-        yield name, server
+        return guarded_postgres(certificates)
+    if name in ("mariadb", "mysql"):
+        return guarded_mysql(name, certificates)
+    if name == "mongodb":
+        return guarded_mongodb(certificates)
+    if name == "cassandra":
+        return guarded_cassandra(certificates)
+    return contextlib.nullcontext(require(name))
 
 
 # Of each database: how a URL asks for TLS without looking at the certificate, and for none.
@@ -220,95 +213,140 @@ OF_DRIVERS = (
 )
 
 
-async def warmed_up(name: str, url: str) -> None:
-    """What a driver opens once for all: threads, and what wakes them."""
-    if name == "cassandra":
-        await LOGINS[name](url)
+# --- logins to real servers ----------------------------------------------------------------------
 
 
-# --- refused by a server -------------------------------------------------------------------------
+class Logins:
+    """The tests of one database. A class for each, so that they run in several processes at the same time."""
+
+    NAME: ClassVar[str]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, certificates: Path) -> Iterator[Server]:
+        with guarded_server(cls.NAME, certificates) as server:
+            yield server
+
+    @property
+    def closed_within_seconds(self) -> float:
+        return THREADED_SECONDS.get(self.NAME, 0.0)
+
+    @pytest.fixture(autouse=True)
+    async def _started_driver(self, server: Server) -> None:
+        """What a driver opens once for all connections must not count: threads, and the sockets that wake them."""
+        if self.NAME == "cassandra":
+            await LOGINS[self.NAME](self.url(server))
+
+    def url(self, server: Server, **parts: Any) -> str:
+        return url_of(self.NAME, server.port, **parts)
+
+    @pytest.mark.parametrize("what", ["wrong password", "unknown user", "unknown database"])
+    async def test_a_refused_login_is_closed(self, server: Server, what: str) -> None:
+        await self.check_refused(server, what, tls=False)
+
+    async def check_refused(self, server: Server, what: str, *, tls: bool) -> None:
+        wrong = {
+            "wrong password": {"login": "guest:wrong"},
+            "unknown user": {"login": "nobody:wrong"},
+            "unknown database": {"database": "nowhere"},
+        }
+        async with none_left(self.closed_within_seconds):
+            await refused(open_store(self.url(server, tls=tls, **wrong[what])).open())
+
+    @pytest.mark.parametrize("then", ["stalls", "hangs up"])
+    async def test_a_login_that_is_broken_off_after_any_answer_is_closed(self, server: Server, then: Any) -> None:
+        await self.check_broken_off(server, then, tls=False)
+
+    async def check_broken_off(self, server: Server, then: Any, *, tls: bool) -> None:
+        for answers in range(6):
+            with breaks_off(then, server.port, answers) as port:
+                async with none_left(self.closed_within_seconds):
+                    try:
+                        await LOGINS[self.NAME](url_of(self.NAME, port, tls=tls))
+                    except OF_DRIVERS:
+                        continue
+            return  # these were all answers that a login needs
+
+    async def test_a_login_that_is_cancelled_at_any_point_is_closed(self, server: Server) -> None:
+        await self.check_cancelled(server, tls=False)
+
+    async def check_cancelled(self, server: Server, *, tls: bool) -> None:
+        for step in range(1, 200):
+            async with none_left(self.closed_within_seconds):
+                try:
+                    was_cancelled = await cancelled_at(step, LOGINS[self.NAME](self.url(server, tls=tls)))
+                except (StoreError, SetupError):
+                    was_cancelled = False
+            if not was_cancelled:
+                break
+        assert step > 1
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-@pytest.mark.parametrize("what", ["wrong password", "unknown user", "unknown database"])
-async def test_a_refused_login_is_closed(guarded: tuple[str, Server], what: str, tls: bool) -> None:
-    name, server = guarded
-    if name == "ministack" and tls:
-        pytest.skip("it speaks no TLS")
-    url = url_of(name, server.port, tls=tls)
-    if what == "unknown database":
-        url = url_of(name, server.port, tls=tls, database="nowhere")
-    elif what == "unknown user":
-        url = url_of(name, server.port, tls=tls, login="nobody:wrong")
-    else:
-        url = url_of(name, server.port, tls=tls, login="guest:wrong")
-    await warmed_up(name, url_of(name, server.port))
-    async with none_left(THREADED_SECONDS.get(name, 0.0)):
-        await refused(open_store(url).open())
+class LoginsWithTls(Logins):
+    """The same with TLS, and what can only happen with TLS."""
+
+    UNTRUSTED: ClassVar[str]  # the part of a URL that names a certificate authority (CERTIFICATES/other.pem)
+
+    @pytest.mark.parametrize("what", ["wrong password", "unknown user", "unknown database"])
+    async def test_a_refused_login_with_tls_is_closed(self, server: Server, what: str) -> None:
+        await self.check_refused(server, what, tls=True)
+
+    @pytest.mark.parametrize("then", ["stalls", "hangs up"])
+    async def test_a_login_with_tls_that_is_broken_off_after_any_answer_is_closed(
+        self, server: Server, then: Any
+    ) -> None:
+        await self.check_broken_off(server, then, tls=True)
+
+    async def test_a_login_with_tls_that_is_cancelled_at_any_point_is_closed(self, server: Server) -> None:
+        await self.check_cancelled(server, tls=True)
+
+    async def test_a_certificate_that_is_not_trusted_closes_the_connection(
+        self, server: Server, certificates: Path
+    ) -> None:
+        options = self.UNTRUSTED.format(file=certificates / "other.pem")
+        async with none_left(self.closed_within_seconds):
+            await refused(open_store(self.url(server, options=options)).open())
 
 
-async def test_a_certificate_that_is_not_trusted_closes_the_connection(
-    guarded: tuple[str, Server], certificates: Path
-) -> None:
-    name, server = guarded
-    options = {
-        "postgres": f"sslmode=verify-full&sslrootcert={certificates}/other.pem",
-        "mariadb": f"ssl-mode=verify_ca&ssl-ca={certificates}/other.pem",
-        "mysql": f"ssl-mode=verify_ca&ssl-ca={certificates}/other.pem",
-        "mongodb": f"tls=true&tlsCAFile={certificates}/other.pem",
-        "cassandra": f"sslmode=verify-full&sslrootcert={certificates}/other.pem",
-    }
-    if name not in options:
-        pytest.skip("it speaks no TLS")
-    await warmed_up(name, url_of(name, server.port))
-    async with none_left(THREADED_SECONDS.get(name, 0.0)):
-        await refused(open_store(url_of(name, server.port, options=options[name])).open())
+class TestPostgres(LoginsWithTls):
+    NAME = "postgres"
+    UNTRUSTED = "sslmode=verify-full&sslrootcert={file}"
 
 
-@pytest.mark.parametrize("name", ["postgres18", "mariadb", "mongodb", "cassandra", "ministack"])
-async def test_tls_where_there_is_none_closes_the_connection(name: str) -> None:
-    server = require(name)
-    name = name.removesuffix("18")
-    login = {"postgres": "postgres", "mariadb": "root"}.get(name, "test:test")
-    await warmed_up(name, url_of(name, server.port))
-    async with none_left(THREADED_SECONDS.get(name, 0.0)):
-        await refused(open_store(url_of(name, server.port, login=login, tls=True)).open())
+class TestMariaDb(LoginsWithTls):
+    NAME = "mariadb"
+    UNTRUSTED = "ssl-mode=verify_ca&ssl-ca={file}"
 
 
-# --- broken off ----------------------------------------------------------------------------------
+class TestMySql(LoginsWithTls):
+    NAME = "mysql"
+    UNTRUSTED = "ssl-mode=verify_ca&ssl-ca={file}"
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-@pytest.mark.parametrize("then", ["stalls", "hangs up"])
-async def test_a_login_that_is_broken_off_after_any_answer_is_closed(
-    guarded: tuple[str, Server], then: Any, tls: bool
-) -> None:
-    name, server = guarded
-    if name == "ministack" and tls:
-        pytest.skip("it speaks no TLS")
-    await warmed_up(name, url_of(name, server.port))
-    for answers in range(6):
-        with breaks_off(then, server.port, answers) as port:
-            async with none_left(THREADED_SECONDS.get(name, 0.0)):
-                with contextlib.suppress(*OF_DRIVERS):  # with enough answers it may succeed
-                    await LOGINS[name](url_of(name, port, tls=tls))
+class TestMongoDb(LoginsWithTls):
+    NAME = "mongodb"
+    UNTRUSTED = "tls=true&tlsCAFile={file}"
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-async def test_a_login_that_is_cancelled_at_any_point_is_closed(guarded: tuple[str, Server], tls: bool) -> None:
-    name, server = guarded
-    if name == "ministack" and tls:
-        pytest.skip("it speaks no TLS")
-    await warmed_up(name, url_of(name, server.port))
-    for step in range(1, 200):
+class TestCassandra(LoginsWithTls):
+    NAME = "cassandra"
+    UNTRUSTED = "sslmode=verify-full&sslrootcert={file}"
+
+
+class TestMinistack(Logins):
+    NAME = "ministack"
+
+
+class TestServersWithoutTls:
+    @pytest.mark.parametrize("name", ["postgres18", "mariadb", "mongodb", "cassandra", "ministack"])
+    async def test_asking_for_tls_closes_the_connection(self, name: str) -> None:
+        server = require(name)
+        name = name.removesuffix("18")
+        login = {"postgres": "postgres", "mariadb": "root"}.get(name, "test:test")
+        if name == "cassandra":
+            await LOGINS[name](url_of(name, server.port))  # starts the threads of the driver
         async with none_left(THREADED_SECONDS.get(name, 0.0)):
-            try:
-                was_cancelled = await cancelled_at(step, LOGINS[name](url_of(name, server.port, tls=tls)))
-            except (StoreError, SetupError):
-                was_cancelled = False
-        if not was_cancelled:
-            break
-    assert step > 1
+            await refused(open_store(url_of(name, server.port, login=login, tls=True)).open())
 
 
 # --- databases of which there is no server here --------------------------------------------------
