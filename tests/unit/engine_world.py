@@ -12,7 +12,8 @@ from duetime.config import load_config
 from duetime.delivery import Attempt
 from duetime.domain.timer import AttemptResult, Contact, Created, TimerKey, TimerSpec, TimerView
 from duetime.engine.engine import Engine
-from duetime.engine.shard import PendingWrite, Phase, Shard
+from duetime.engine.pending_write import PendingWrite
+from duetime.engine.shard import Phase, Shard
 from duetime.service.service import Service
 from duetime.store import Store
 from duetime.stores.memory import MemoryStore
@@ -116,7 +117,7 @@ def check_shard(shard: Shard) -> None:
         if entry.phase is Phase.ARMED:
             assert key not in shard.pending, f"{key} may fire while it is written"
             assert key not in shard.committing, f"{key} may fire while it is written"
-            assert entry.outcome_of is None
+            assert entry.deferred_settlement is None
         if entry.phase is Phase.SENDING:
             assert shard.sending.get(key), f"{key} is in flight and not counted"
             assert entry.started_at_ms
@@ -130,11 +131,13 @@ def check_accounts(engine: Engine) -> None:
     shards = list(engine.shards.values())
     for shard in shards:
         check_shard(shard)
-    ops: list[PendingWrite] = [op for shard in shards for op in (*shard.pending.values(), *shard.committing.values())]
+    writes: list[PendingWrite] = [
+        write for shard in shards for write in (*shard.pending.values(), *shard.committing.values())
+    ]
     entries = [entry for shard in shards for entry in shard.entries.values()]
-    assert engine.writes_waiting == len(ops), "writes_waiting drifts"
-    assert engine.unsettled == sum(op.settlement is not None for op in ops), "unsettled drifts"
-    assert engine.horizon.weight == sum(entry.weight for entry in entries), "the weight of what is in memory drifts"
+    assert engine.counters.writes_waiting == len(writes), "writes_waiting drifts"
+    assert engine.counters.unsettled == sum(write.settlement is not None for write in writes), "unsettled drifts"
+    assert engine.counters.weight == sum(entry.weight for entry in entries), "the weight of what is in memory drifts"
     armed = sorted(entry.ticket for entry in entries if entry.phase is Phase.ARMED)
     held = [entry.ticket for entry in engine.fire_loop._without_namespace if entry.phase is Phase.ARMED]
     draining = [entry.ticket for entry in entries if entry.phase is Phase.ARMED and entry.shard.draining]
@@ -149,7 +152,7 @@ def check_accounts(engine: Engine) -> None:
 def check_nothing_is_left(engine: Engine) -> None:
     """After a stop: every shard is given free, and nothing of them is left in memory."""
     assert engine.shards == {}
-    assert (engine.writes_waiting, engine.unsettled, engine.horizon.weight) == (0, 0, 0)
+    assert (engine.counters.writes_waiting, engine.counters.unsettled, engine.counters.weight) == (0, 0, 0)
     assert engine.fire_loop.armed_tickets() == []
 
 

@@ -56,7 +56,9 @@ class Membership:
         self.instance_id = ""
         self.secret = ""
         self.skew_ms = 0
-        self.trouble = FailureLog("heartbeats fail, and without them nothing is fired", "heartbeats succeed again")
+        self.heartbeat_log = FailureLog(
+            "heartbeats fail, and without them nothing is fired", "heartbeats succeed again"
+        )
         self.alive: dict[str, Member] = {}  # as last read, this instance included
         self._counter = 0
         self._lease_until_ms = _NEVER
@@ -156,9 +158,9 @@ class Membership:
             raise
         except StoreError as error:
             self._telemetry.heartbeats.add("failed")
-            self.trouble.failed(error, self._clock.boot_ms())
+            self.heartbeat_log.failed(error, self._clock.boot_ms())
             return
-        self.trouble.recovered()
+        self.heartbeat_log.recovered()
         self._telemetry.heartbeats.add("ok")
         self._judge_clock(store_ms, started_ms)
         if self.is_skewed:

@@ -23,7 +23,7 @@ def test_a_release_that_failed_while_the_clock_was_off_is_made_good() -> None:
 
     async def story(a: World, b: World, wires: Wires) -> None:
         faulty = FaultyStore(b.store)
-        b.engine._store = faulty.as_store
+        b.engine.ownership._store = faulty.as_store
         faulty.fail("release", *[Fault.UNAVAILABLE] * 3)
         b.engine.membership.skew_ms = 10_000
         b.engine.membership._judge_clock = lambda *_: None  # type: ignore[method-assign]
@@ -38,11 +38,12 @@ def test_a_release_that_failed_while_the_clock_was_off_is_made_good() -> None:
 def test_a_look_that_failed_is_repeated_at_the_next_heartbeat() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         faulty = FaultyStore(a.store)
-        a.engine._store = faulty.as_store
+        a.engine.ownership._store = faulty.as_store
         b.engine.abandon()
         faulty.fail("claim", Fault.UNAVAILABLE)
         await asyncio.sleep(5.5)
         assert len(a.engine.shards) == 16
+        assert faulty.calls["claim"] > 1
 
     of_two(story)
 
@@ -118,8 +119,8 @@ class _With:
 def test_an_order_under_way_is_never_forgotten_and_large_ones_do_not_fill_the_memory() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         faulty = FaultyStore(b.store)
-        for lane in b.engine._lanes:
-            lane._store = faulty.as_store
+        for group_commit in b.engine._group_commits:
+            group_commit._store = faulty.as_store
         released = faulty.hold("commit")
         timer_id = owned_by(b)
         shard_id = shard_of(timer_id, 16)

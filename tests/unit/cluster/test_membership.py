@@ -778,9 +778,9 @@ class TestJoining:
             await a.join()
             a.line.fail("heartbeat", Fault.UNAVAILABLE)
             await a.beat()
-            assert a.trouble.reason == "injected"
+            assert a.heartbeat_log.reason == "injected"
             await a.beat()
-            assert a.trouble.reason == ""
+            assert a.heartbeat_log.reason == ""
 
         in_town(story)
 

@@ -150,7 +150,7 @@ class TestOwnership:
             await asyncio.sleep(0.1)
             shard = world.engine.shards[shard_of("a", 16)]
             assert shard.recovering
-            world.engine._unknown(shard)
+            world.engine.ownership.recover(shard)
             second = asyncio.ensure_future(world.create("a", 1_000, payload="2"))
             await asyncio.sleep(0.1)
             claimed.set()
@@ -259,7 +259,7 @@ class TestOverload:
             assert status.held > 0
             for _ in range(120):
                 await asyncio.sleep(1)
-                most_in_memory = max(most_in_memory, world.engine.horizon.weight)
+                most_in_memory = max(most_in_memory, world.engine.counters.weight)
             called = [int(timer_id) for timer_id in world.destinations.called()]
             assert sorted(called) == list(range(count))
             assert max(abs(place - number) for place, number in enumerate(called)) < 2 * memory

@@ -87,7 +87,7 @@ class TestFiring:
         async def story(world: World) -> None:
             due_ms = (await world.create("a", 3_600_000)).view.timer.execute_at_ms
             await asyncio.sleep(60)
-            assert world.engine.horizon.weight == 0
+            assert world.engine.counters.weight == 0
             await asyncio.sleep(3_600)
             assert world.destinations.calls == [(due_ms, "a", 1)]
 
@@ -392,7 +392,7 @@ class TestIsolation:
             most = 0
             for _ in range(120):
                 await asyncio.sleep(1)
-                most = max(most, world.engine.horizon.weight)
+                most = max(most, world.engine.counters.weight)
             assert most < 7_000
             assert sum(timer_id.startswith("live") for timer_id in world.destinations.called()) == 500
             del world.destinations.answers["http://dead.test/"]
@@ -408,7 +408,7 @@ class TestIsolation:
             most = 0
             for _ in range(520):
                 await asyncio.sleep(1)
-                most = max(most, world.engine.horizon.weight)
+                most = max(most, world.engine.counters.weight)
             assert len(world.destinations.calls) == 20_000
             assert most <= 4_000
             late = world.engine.telemetry.lateness

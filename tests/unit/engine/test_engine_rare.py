@@ -93,7 +93,7 @@ def test_a_timer_stalled_twice_by_a_recovery_does_not_fire_after_its_delete() ->
         before = len(world.destinations.calls)
         await asyncio.sleep(60)
         assert world.destinations.calls[before:] == []
-        assert (world.engine.writes_waiting, world.engine.unsettled) == (0, 0)
+        assert (world.engine.counters.writes_waiting, world.engine.counters.unsettled) == (0, 0)
 
     on_one_shard(story)
 
@@ -316,7 +316,7 @@ def test_no_more_deliveries_are_started_than_may_be_unrecorded(monkeypatch: pyte
         committing = store.hold("commit")
         await asyncio.sleep(30)
         assert len(world.destinations.calls) == 10
-        assert world.engine.unsettled == 10
+        assert world.engine.counters.unsettled == 10
         committing.set()
         await asyncio.sleep(30)
         assert sorted(world.destinations.called()) == sorted([*names, "elsewhere"])

@@ -14,6 +14,7 @@ from duetime.cluster.membership import Membership
 from duetime.config import load_config
 from duetime.delivery import Attempt, Deliverer
 from duetime.domain.timer import AttemptResult, Contact, Extras, Missed, Namespace, TimerKey
+from duetime.engine.counters import Counters
 from duetime.engine.fire_loop import FireLoop
 from duetime.engine.namespaces import Namespaces
 from duetime.engine.shard import Entry, Phase, Shard
@@ -77,9 +78,7 @@ class Range:
     """One shard with its fire loop. Commits are made when the test says so, or at once with `commits`."""
 
     def __init__(self, clock: VirtualClock, **settings: Any) -> None:
-        self.writes_waiting = 0
-        self.writes_waiting_max = 1_000
-        self.unsettled = 0
+        self.counters = Counters(writes_waiting_max=1_000)
         self.commits = True
         self.clock = clock
         self.lease = Lease(clock)
@@ -100,8 +99,8 @@ class Range:
             congested=lambda: self.congested,
         )
         self.shard = Shard(ShardRow(7, 3, 1, "me"), self)
-        self.shard.load_begins()
-        self.shard.load_ended(Page([], None), START_WALL_MS + 10_000_000)
+        self.shard.begin_load()
+        self.shard.end_load(Page([], None), START_WALL_MS + 10_000_000)
 
     # what the fire loop needs
     def read_namespaces(self) -> None:
@@ -114,10 +113,10 @@ class Range:
     def disarm(self, entry: Entry) -> None:
         self.loop.disarm(entry)
 
-    def remember(self, weight: int) -> None:
+    def add_weight(self, weight: int) -> None:
         pass
 
-    def written(self, shard: Shard) -> None:
+    def enqueue(self, shard: Shard) -> None:
         if self.commits:
             asyncio.get_running_loop().call_soon(self.commit)
 
@@ -138,9 +137,9 @@ class Range:
 
     def check(self) -> None:
         check_shard(self.shard)
-        ops = [*self.shard.pending.values(), *self.shard.committing.values()]
-        assert self.writes_waiting == len(ops)
-        assert self.unsettled == sum(op.settlement is not None for op in ops)
+        writes = [*self.shard.pending.values(), *self.shard.committing.values()]
+        assert self.counters.writes_waiting == len(writes)
+        assert self.counters.unsettled == sum(write.settlement is not None for write in writes)
 
 
 class Names:
@@ -159,7 +158,7 @@ def on_a_range(story: Callable[[Range], Awaitable[None]], **settings: Any) -> No
         place.loop.stop()
         place.shard.drop(NotOwner())
         assert place.loop.armed_tickets() == []
-        assert (place.writes_waiting, place.unsettled) == (0, 0)
+        assert (place.counters.writes_waiting, place.counters.unsettled) == (0, 0)
 
     run_virtual(told)
 
@@ -225,7 +224,7 @@ class TestTheHeap:
             place.loop._counter = 2**32 - 1
             entry = place.put("a", 1)
             assert entry.ticket == entry.timer.execute_at_ms << 32
-            place.loop._turn()
+            place.loop._fire_due()
             assert entry.phase is Phase.ARMED
 
         on_a_range(story)
@@ -284,14 +283,14 @@ class TestTheHeap:
         async def story(place: Range) -> None:
             fired: list[str] = []
             turns: list[int] = []
-            turn = place.loop._turn
+            turn = place.loop._fire_due
 
             def counted() -> None:
                 before = len(fired)
                 turn()
                 turns.append(len(fired) - before)
 
-            place.loop._turn = counted  # type: ignore[method-assign]
+            place.loop._fire_due = counted  # type: ignore[method-assign]
             place.loop.flow.submit = lambda item, *_: fired.append(item.entry.timer.timer_id)  # type: ignore[method-assign]
             for number in range(600):
                 place.put(f"t{number}", 1_000)
@@ -401,7 +400,7 @@ class TestTheLease:
             late = place.put("c", -10)
             place.loop.wake()
             assert place.loop._waker is waker, "no other was set"
-            place.loop._turn()
+            place.loop._fire_due()
             assert late.phase is Phase.ARMED
             await asyncio.sleep(20)
             assert place.receiver.begun == [("a", None)]
@@ -479,7 +478,7 @@ class TestAttempts:
             place.receiver.connect_seconds = 1
             place.put("a", 100)
             await asyncio.sleep(0.5)
-            place.shard.recovered(ShardRow(7, 4, 2, "me"), {})
+            place.shard.finish_recovery(ShardRow(7, 4, 2, "me"), {})
             await asyncio.sleep(5)
             assert place.receiver.begun[0] == ("a", None)
             assert place.receiver.called() == ["a"]
@@ -541,10 +540,10 @@ class TestAttempts:
             place.receiver.deliver = refused  # type: ignore[method-assign]
             place.put("a", 100)
             await asyncio.sleep(0.2)
-            place.shard.recovering = True
+            place.shard.start_recovery()
             await asyncio.sleep(5)
             assert place.receiver.attempts == []
-            place.shard.recovered(ShardRow(7, 4, 2, "me"), {})
+            place.shard.finish_recovery(ShardRow(7, 4, 2, "me"), {})
             await asyncio.sleep(5)
             assert [attempt.timer.attempts for attempt in place.receiver.attempts] == [0], "no attempt was spent"
             assert place.receiver.called() == ["a"]
@@ -669,11 +668,11 @@ class TestAttempts:
 
             place.put("a", 100, callback_url="http://broken")
             place.put("b", 100)
-            done = place.loop._done
-            place.loop._done = breaks  # type: ignore[method-assign, assignment]
+            done = place.loop._attempt_done
+            place.loop._attempt_done = breaks  # type: ignore[method-assign, assignment]
             await asyncio.sleep(0.2)
             assert place.receiver.called() == ["b"]
-            place.loop._done = done  # type: ignore[method-assign]
+            place.loop._attempt_done = done  # type: ignore[method-assign]
 
         on_a_range(story)
 
@@ -681,7 +680,7 @@ class TestAttempts:
         async def story(place: Range) -> None:
             entry = place.put("a", 60_000)
             place.known.clear()
-            place.loop._broke(entry, ZeroDivisionError())
+            place.loop._firing_failed(entry, ZeroDivisionError())
             assert entry.phase is Phase.ARMED
             assert place.loop.take_held() == [entry]
             assert place.asked_to_read == 1
@@ -702,11 +701,11 @@ class TestAttempts:
     def test_one_due_during_a_recovery_waits_for_its_end(self) -> None:
         async def story(place: Range) -> None:
             entry = place.put("a", 100)
-            place.shard.recovering = True
+            place.shard.start_recovery()
             await asyncio.sleep(5)
             assert place.receiver.attempts == []
-            assert place.shard.stalled == [entry]
-            place.shard.recovered(ShardRow(7, 4, 2, "me"), {})
+            assert place.shard.due_during_recovery == [entry]
+            place.shard.finish_recovery(ShardRow(7, 4, 2, "me"), {})
             await asyncio.sleep(5)
             assert place.receiver.called() == ["a"]
 
@@ -716,7 +715,7 @@ class TestAttempts:
         async def story(place: Range) -> None:
             entry = place.put("a", 100)
             place.put("queued", 50)
-            place.shard.draining = True
+            place.shard.start_drain()
             await asyncio.sleep(5)
             assert place.receiver.attempts == []
             assert entry.phase is Phase.ARMED
@@ -730,7 +729,7 @@ class TestAttempts:
             place.put("a", 100)
             place.put("b", 100)
             await asyncio.sleep(0.5)
-            place.shard.draining = True
+            place.shard.start_drain()
             await asyncio.sleep(5)
             assert [attempt.timer.timer_id for attempt in place.receiver.attempts] == ["a"]
 
@@ -930,7 +929,7 @@ class TestParking:
             await self.backlog(place)
             place.shard.drop(NotOwner())
             assert place.loop.park(9) == 0
-            assert place.writes_waiting == 0
+            assert place.counters.writes_waiting == 0
 
         on_a_range(story, breaker_failures=1, concurrency_per_destination=1)
 

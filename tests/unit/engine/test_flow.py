@@ -576,7 +576,7 @@ class TestTakingBack:
             street.result["a"] = FAILS
             street.submit("a", 20)
             await asyncio.sleep(0.5)
-            taken = street.flow.take_back(5)
+            taken = street.flow.remove_waiting(5)
             assert [item.number for item, _ in taken] == [19, 18, 17, 16, 15]
             assert all(seconds >= 30 for _, seconds in taken)
             assert street.flow.waiting == street.place("a").waiting == 20 - 1 - 5
@@ -591,7 +591,7 @@ class TestTakingBack:
                 await asyncio.sleep(1)
                 street.flow.measure()
             assert 0 < street.flow.waiting < 1_000
-            assert street.flow.take_back(1_000) == []
+            assert street.flow.remove_waiting(1_000) == []
 
         on_a_street(story, concurrency_per_destination=1)
 
@@ -604,7 +604,7 @@ class TestTakingBack:
             for _ in range(3):
                 await asyncio.sleep(1)
                 street.flow.measure()
-            taken = street.flow.take_back(500)
+            taken = street.flow.remove_waiting(500)
             assert {item.destination for item, _ in taken} == {"slow"}
             assert len(taken) == 99
 
@@ -616,7 +616,7 @@ class TestTakingBack:
             street.submit("a", 10, "loud")
             street.submit("a", 2, "quiet")
             await asyncio.sleep(0.5)
-            assert {item.namespace for item, _ in street.flow.take_back(6)} == {"loud"}
+            assert {item.namespace for item, _ in street.flow.remove_waiting(6)} == {"loud"}
 
         on_a_street(story, breaker_failures=1, concurrency_per_destination=1)
 
@@ -625,26 +625,26 @@ class TestTakingBack:
             street.result["a"] = FAILS
             street.submit("a", 1)
             await asyncio.sleep(0.5)
-            street.place("a").taken_back = 100_000
+            street.place("a").removed = 100_000
             street.submit("a", 2)
-            assert [seconds for _, seconds in street.flow.take_back(1)] == [pytest.approx(130, abs=1)]
-            street.place("a").taken_back = 100_000_000
-            assert [seconds for _, seconds in street.flow.take_back(1)] == [3_600]
+            assert [seconds for _, seconds in street.flow.remove_waiting(1)] == [pytest.approx(130, abs=1)]
+            street.place("a").removed = 100_000_000
+            assert [seconds for _, seconds in street.flow.remove_waiting(1)] == [3_600]
 
         on_a_street(story, breaker_failures=1)
 
-    def test_each_item_that_is_taken_back_widens_the_spread_until_the_breaker_closes(self) -> None:
+    def test_each_item_that_is_removed_widens_the_spread_until_the_breaker_closes(self) -> None:
         async def story(street: Street) -> None:
             street.result["a"] = FAILS
             street.submit("a", 10)
             await asyncio.sleep(0.5)
-            spread = [seconds for _, seconds in street.flow.take_back(3)]
+            spread = [seconds for _, seconds in street.flow.remove_waiting(3)]
             assert spread == [pytest.approx(30.001), pytest.approx(30.002), pytest.approx(30.003)]
             street.result["a"] = OK
             street.seconds["a"] = 100
             await asyncio.sleep(150)
             assert len(street.finished) == 2, "the first of them has closed the breaker"
-            assert street.place("a").taken_back == 0
+            assert street.place("a").removed == 0
 
         on_a_street(story, breaker_failures=1, concurrency_per_destination=1)
 
@@ -655,9 +655,9 @@ class TestTakingBack:
             for _ in range(3):
                 await asyncio.sleep(1)
                 street.flow.measure()
-            assert len(street.flow.take_back(2)) == 2
+            assert len(street.flow.remove_waiting(2)) == 2
             await asyncio.sleep(40)
-            assert [seconds for _, seconds in street.flow.take_back(1)] == [pytest.approx(30.003)]
+            assert [seconds for _, seconds in street.flow.remove_waiting(1)] == [pytest.approx(30.003)]
 
         on_a_street(story, concurrency_per_destination=1)
 
@@ -666,7 +666,7 @@ class TestTakingBack:
             street.result["a"] = FAILS
             street.submit("a", 5, "one")
             await asyncio.sleep(0.5)
-            assert len(street.flow.take_back(10)) == 4
+            assert len(street.flow.remove_waiting(10)) == 4
             street.result["a"] = OK
             street.submit("a", 1, "two")
             await asyncio.sleep(60)
@@ -675,16 +675,16 @@ class TestTakingBack:
 
         on_a_street(story, breaker_failures=1, concurrency_per_destination=1)
 
-    def test_what_will_be_called_within_half_a_minute_is_not_taken_back(self) -> None:
+    def test_what_will_be_called_within_half_a_minute_is_not_removed(self) -> None:
         async def story(street: Street) -> None:
             street.seconds["a"] = 1
             street.submit("a", 1)
             await asyncio.sleep(0.5)
             street.place("a").per_second = 0.1
             street.submit("a", 2)
-            assert street.flow.take_back(9) == []
+            assert street.flow.remove_waiting(9) == []
             street.submit("a", 1)
-            assert len(street.flow.take_back(9)) == 3
+            assert len(street.flow.remove_waiting(9)) == 3
 
         on_a_street(story, concurrency_per_destination=1)
 
@@ -711,7 +711,7 @@ class TestNothingIsLeftBehind:
         async def story(street: Street) -> None:
             street.seconds["a"] = 1
             street.submit("a", 3)
-            assert len(street.flow._workers) == 3
+            assert len(street.flow._calls) == 3
 
         on_a_street(story)
 
@@ -750,11 +750,11 @@ class TestNothingIsLeftBehind:
             for number in range(10):
                 street.seconds[f"host-{number}"] = 60
                 street.submit(f"host-{number}")
-                limits.append(street.flow._forget_at)
+                limits.append(street.flow._remove_idle_at)
             assert limits == [4, 4, 4, 4, 8, 8, 8, 8, 16, 16]
             await asyncio.sleep(100)
-            street.flow._forget_idle()
-            assert street.flow._forget_at == 4
+            street.flow._remove_idle()
+            assert street.flow._remove_idle_at == 4
 
         on_a_street(story)
 
@@ -764,7 +764,7 @@ class TestNothingIsLeftBehind:
             street.submit("a", 3, "one")
             street.submit("a", 2, "two")
             street.submit("b", 2, "one")
-            assert [item.number for item in street.flow.heads()] == [1, 3, 6]
+            assert [item.number for item in street.flow.oldest_waiting()] == [1, 3, 6]
 
         on_a_street(story, concurrency_per_destination=1)
 
@@ -800,7 +800,7 @@ class TestNothingIsLeftBehind:
             await asyncio.sleep(1_000)
             assert street.is_quiet()
             assert street.flow.destinations() == []
-            assert not street.flow._workers
+            assert not street.flow._calls
             assert not street.flow._starved
             assert len(street.finished) == 700
 

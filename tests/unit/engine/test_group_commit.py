@@ -160,7 +160,7 @@ def test_a_write_whose_user_was_told_that_nobody_knows_ends_when_it_turns_out_no
             await world.create("late", 3_600_000)
         await asyncio.sleep(20)
         assert all(shard.is_quiet for shard in world.engine.shards.values())
-        assert world.engine.writes_waiting == 0
+        assert world.engine.counters.writes_waiting == 0
         with pytest.raises(NotFound):
             await world.get("late")
 

@@ -10,8 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from duetime.domain.timer import TimerKey
+from duetime.engine.counters import Counters
 from duetime.engine.group_commit import BatchedReader, GroupCommit
-from duetime.engine.shard import Entry, Shard, Written, end_of
+from duetime.engine.pending_write import WriteResult
+from duetime.engine.shard import Entry, Shard, end_of
 from duetime.errors import (
     NotOwner,
     OutcomeUnknown,
@@ -45,17 +47,16 @@ class Street:
         self.lost: list[int] = []
         self.unknown: list[int] = []
         self.told_committed = 0
-        self.writes_waiting = self.unsettled = 0
-        self.writes_waiting_max = 100_000
+        self.counters = Counters(writes_waiting_max=100_000)
         self.running: asyncio.Future[None] | None = None
         self.telemetry = Telemetry()
         self.lane = GroupCommit(
             cast(Store, self),
             clock,
             self.telemetry,
-            lost=lambda shard: self.lost.append(shard.shard_id),
-            unknown=self._unknown,
-            committed=self._committed,
+            on_lost=lambda shard: self.lost.append(shard.shard_id),
+            on_unknown=self._unknown,
+            on_committed=self._committed,
         )
         self.shards = [Shard(ShardRow(number, 1, 1, "me"), self) for number in range(shards)]
 
@@ -73,26 +74,26 @@ class Street:
 
     def _unknown(self, shard: Shard) -> None:
         self.unknown.append(shard.shard_id)
-        shard.recovering = True
+        shard.start_recovery()
 
     def _committed(self) -> None:
         self.told_committed += 1
 
     def arm(self, entry: Entry) -> None: ...
     def disarm(self, entry: Entry) -> None: ...
-    def remember(self, weight: int) -> None: ...
+    def add_weight(self, weight: int) -> None: ...
 
-    def written(self, shard: Shard) -> None:
-        self.lane.written(shard)
+    def enqueue(self, shard: Shard) -> None:
+        self.lane.enqueue(shard)
 
     def boot_ms(self) -> int:
         return self.clock.boot_ms()
 
-    def put(self, shard: int, name: str = "a", at_ms: int = FAR_MS, **changes: Any) -> asyncio.Future[Written]:
+    def put(self, shard: int, name: str = "a", at_ms: int = FAR_MS, **changes: Any) -> asyncio.Future[WriteResult]:
         timer = make_timer(name, at_ms, **changes)
         return self.shards[shard].write(timer.key, timer, [])
 
-    def puts(self, shard: int, count: int) -> list[asyncio.Future[Written]]:
+    def puts(self, shard: int, count: int) -> list[asyncio.Future[WriteResult]]:
         return [self.put(shard, f"t{number}") for number in range(count)]
 
 
@@ -105,7 +106,9 @@ def on_a_street(story: Callable[[Street], Awaitable[None]], shards: int = 3, **c
             await story(street)
         finally:
             running.cancel()
-        assert street.writes_waiting == sum(len(shard.pending) + len(shard.committing) for shard in street.shards)
+        assert street.counters.writes_waiting == sum(
+            len(shard.pending) + len(shard.committing) for shard in street.shards
+        )
 
     run_virtual(told)
 
@@ -155,7 +158,7 @@ class TestGathering:
         async def story(street: Street) -> None:
             street.put(0)
             second = street.put(1)
-            street.shards[0].recovering = True
+            street.shards[0].start_recovery()
             await second
             assert street.commits == [{1: 1}]
 
@@ -167,8 +170,8 @@ class TestLowWater:
         async def story(street: Street) -> None:
             async def low_water_after(shard_id: int, second: int) -> Any:
                 shard = street.shards[shard_id]
-                shard.load_begins()
-                shard.load_ended(Page([], None), START_WALL_MS + second)
+                shard.begin_load()
+                shard.end_load(Page([], None), START_WALL_MS + second)
                 await street.put(shard_id)
                 return street.batches[-1].low_water
 
@@ -194,7 +197,7 @@ class TestFailures:
             assert street.at == [0, 0, 0, 0], "at once: only one of them may be the reason"
             await asyncio.gather(street.put(0), street.put(1), street.put(2))
             assert street.commits[4:] == [{0: 1, 1: 1, 2: 1}], "and together again once that worked"
-            assert len(street.lane._apart) == 0
+            assert len(street.lane._alone) == 0
 
         on_a_street(story)
 
@@ -293,7 +296,7 @@ class TestFailures:
             for _ in range(6):
                 await asyncio.gather(*street.puts(0, 20))
             assert [commit[0] for commit in street.commits][-1] == 20
-            assert len(street.lane._rooms) == 0
+            assert len(street.lane._rows_max) == 0
 
         on_a_street(story, batch_max=20)
 
@@ -303,7 +306,7 @@ class TestFailures:
             asked = street.puts(0, 16)
             await asyncio.gather(*asked)
             assert [commit[0] for commit in street.commits] == [16, 8, 8]
-            assert street.lane._rooms == {}
+            assert street.lane._rows_max == {}
             street.commits.clear()
             street.answers = [StoreUnavailable("no"), StoreUnavailable("no"), StoreUnavailable("no")]
             await asyncio.gather(*street.puts(0, 16))
@@ -353,7 +356,7 @@ class TestFailures:
             assert len(street.commits) == 1
             assert street.told_committed == 0
             key = TimerKey("test", "a")
-            street.shards[0].recovered(ShardRow(0, 2, 2, "me"), {key: Found()})
+            street.shards[0].finish_recovery(ShardRow(0, 2, 2, "me"), {key: Found()})
             await writing
             assert len(street.commits) == 2
 
@@ -402,7 +405,7 @@ class TestFailures:
             street.answers = [StoreUnavailable("no")]
             writing = street.put(0)
             await asyncio.sleep(0.5)
-            street.shards[0].draining = street.shards[0].closing = True
+            street.shards[0].close()
             await writing
             assert len(street.commits) == 2
             assert street.shards[0].is_quiet
@@ -433,7 +436,7 @@ class TestFailures:
             assert writing.done()
             await asyncio.sleep(1)
             assert len(street.commits) == 1
-            assert len(street.lane._resting) == 0
+            assert len(street.lane._paused) == 0
 
         on_a_street(story)
 

@@ -11,9 +11,10 @@ import pytest
 from duetime.cluster.membership import Membership
 from duetime.config import load_config
 from duetime.domain.timer import BEFORE_ALL, Position, Timer
+from duetime.engine.counters import Counters
 from duetime.engine.fire_loop import FireLoop
 from duetime.engine.look_ahead import LookAhead
-from duetime.engine.shard import Entry, Shard, end_of
+from duetime.engine.shard import Entry, Shard, ShardState, end_of
 from duetime.errors import NotOwner, StoreError, StoreUnavailable
 from duetime.store import Page, PageRequest, ShardRow, Store
 from duetime.testing import make_timer
@@ -38,8 +39,7 @@ class Observatory:
         self.waiting = 0
         self.parked: list[int] = []
         self.shards: dict[int, Shard] = {}
-        self.writes_waiting = self.unsettled = 0
-        self.writes_waiting_max = 1_000
+        self.counters = Counters(writes_waiting_max=1_000)
         flags = {"engine.look_ahead": "60s", "engine.timers_in_memory_max": timers_in_memory_max}
         self.horizon = LookAhead(
             cast(Store, self),
@@ -47,6 +47,7 @@ class Observatory:
             cast(Membership, self),
             cast(FireLoop, self),
             self.shards,
+            self.counters,
         )
         for shard_id in range(shards):
             self.add(shard_id)
@@ -99,10 +100,10 @@ class Observatory:
     def disarm(self, entry: Entry) -> None:
         del self.armed[entry.ticket]
 
-    def remember(self, weight: int) -> None:
-        self.horizon.remember(weight)
+    def add_weight(self, weight: int) -> None:
+        self.horizon.add_weight(weight)
 
-    def written(self, shard: Shard) -> None:
+    def enqueue(self, shard: Shard) -> None:
         pass
 
     @property
@@ -130,14 +131,14 @@ def looking(
         finally:
             running.cancel()
         entries = [entry for shard in place.shards.values() for entry in shard.entries.values()]
-        assert place.horizon.weight == sum(entry.weight for entry in entries)
+        assert place.counters.weight == sum(entry.weight for entry in entries)
         assert {id(entry) for entry in place.armed.values()} == {id(entry) for entry in entries}
 
     run_virtual(told)
 
 
 async def until_loaded(place: Observatory) -> None:
-    place.horizon.look()
+    place.horizon.find_shards_to_load()
     await asyncio.sleep(0.5)
 
 
@@ -145,7 +146,7 @@ class TestLoading:
     def test_a_shard_is_loaded_up_to_the_look_ahead_and_not_again_before_half_of_it_is_over(self) -> None:
         async def story(place: Observatory) -> None:
             place.timers_of(0, 5)
-            assert place.horizon._needy == []
+            assert place.horizon._to_load == []
             await until_loaded(place)
             assert place.asked == [[PageRequest(0, BEFORE_ALL, START_WALL_MS + MINUTE_MS, 1_000)]]
             shard = place.shards[0]
@@ -156,7 +157,7 @@ class TestLoading:
             assert place.clock.wall_ms() == START_WALL_MS + 30_000
             await until_loaded(place)
             assert len(place.asked) == 1, "just half"
-            place.horizon.look()
+            place.horizon.find_shards_to_load()
             await asyncio.sleep(0.001)
             assert len(place.asked) == 2
             assert place.asked[1][0].after == end_of(START_WALL_MS + MINUTE_MS)
@@ -169,14 +170,14 @@ class TestLoading:
             place.timers_of(0, 95)
             place.page_max = 10
             place.seconds = 0.01
-            place.horizon.look()
+            place.horizon.find_shards_to_load()
             await asyncio.sleep(0.025)
-            assert place.horizon._deep == {0}, "it has more: from now on it is loaded by itself"
+            assert place.horizon._load_alone == {0}, "it has more: from now on it is loaded by itself"
             await asyncio.sleep(0.5)
             assert len(place.asked) == 10
             assert place.in_memory() == 95
             assert place.shards[0].horizon == end_of(START_WALL_MS + MINUTE_MS + 90), "ninety milliseconds later"
-            assert place.horizon._deep == set()
+            assert place.horizon._load_alone == set()
 
         looking(story)
 
@@ -218,7 +219,7 @@ class TestLoading:
 
     def test_one_that_has_much_ends_the_gathering_of_others(self) -> None:
         async def story(place: Observatory) -> None:
-            place.horizon._deep = {1, 3}
+            place.horizon._load_alone = {1, 3}
             for shard_id, shard in place.shards.items():
                 shard.horizon = end_of(START_WALL_MS + shard_id)
             await until_loaded(place)
@@ -233,7 +234,7 @@ class TestLoading:
 
     def test_the_neediest_comes_first_and_four_load_at_a_time(self) -> None:
         async def story(place: Observatory) -> None:
-            place.horizon._deep = set(range(10))
+            place.horizon._load_alone = set(range(10))
             for shard_id, shard in place.shards.items():
                 shard.horizon = end_of(START_WALL_MS + 10_000 - shard_id * 1_000)
             place.seconds = 0.01
@@ -254,7 +255,7 @@ class TestLoading:
             await until_loaded(place)
             await until_loaded(place)
             assert place.horizon._failed_at_ms.keys() == {0}
-            assert place.horizon._need_of(place.shards[0]) > place.horizon._need_of(place.shards[2])
+            assert place.horizon._load_priority(place.shards[0]) > place.horizon._load_priority(place.shards[2])
             place.trouble.clear()
             await until_loaded(place)
             assert place.horizon._failed_at_ms == {}
@@ -264,27 +265,29 @@ class TestLoading:
     def test_one_that_is_loading_is_not_loaded_a_second_time(self) -> None:
         async def story(place: Observatory) -> None:
             place.seconds = 10
-            place.horizon.look()
+            place.horizon.find_shards_to_load()
             await asyncio.sleep(1)
             assert place.shards[0].loading
-            place.horizon.look()
-            assert place.horizon._needy == []
-            place.horizon._needy = [(0, 0, 0)]
+            place.horizon.find_shards_to_load()
+            assert place.horizon._to_load == []
+            place.horizon._to_load = [(0, 0, 0)]
             place.horizon._wake.set()
             await asyncio.sleep(1)
             assert len(place.asked) == 1
-            assert place.horizon._needy == []
+            assert place.horizon._to_load == []
 
         looking(story)
 
-    @pytest.mark.parametrize("state", ["dropped", "draining", "gone"])
-    def test_one_that_is_dropped_or_given_away_is_not_loaded_and_the_next_one_is(self, state: str) -> None:
+    @pytest.mark.parametrize("state", [ShardState.DROPPED, ShardState.CLOSING, ShardState.DRAINING, None])
+    def test_a_shard_that_is_dropped_or_drains_is_not_loaded_and_the_next_one_is(
+        self, state: ShardState | None
+    ) -> None:
         async def story(place: Observatory) -> None:
-            place.horizon.look()
-            if state == "gone":
+            place.horizon.find_shards_to_load()
+            if state is None:
                 del place.shards[0]
             else:
-                setattr(place.shards[0], state, True)
+                place.shards[0].state = state
             await asyncio.sleep(1)
             assert [[request.shard_id for request in requests] for requests in place.asked] == [[1]]
 
@@ -295,13 +298,13 @@ class TestLoading:
             place.timers_of(0, 100)
             place.page_max = 10
             place.seconds = 1
-            place.horizon.look()
+            place.horizon.find_shards_to_load()
             await asyncio.sleep(0.5)
             place.shards[0].drop(NotOwner())
             await asyncio.sleep(5)
             assert len(place.asked) == 1
             assert place.in_memory() == 0
-            assert place.horizon._deep == set()
+            assert place.horizon._load_alone == set()
 
         looking(story)
 
@@ -311,11 +314,11 @@ class TestLoading:
             await until_loaded(place)
             assert not any(shard.loading for shard in place.shards.values())
             assert place.horizon._failure_log.reason == "cannot read"
-            assert place.horizon._deep == {0, 1, 2}
+            assert place.horizon._load_alone == {0, 1, 2}
             place.asked.clear()
             await until_loaded(place)
             assert [len(requests) for requests in place.asked] == [1, 1, 1]
-            assert place.horizon._deep == set()
+            assert place.horizon._load_alone == set()
             assert place.horizon._failure_log.reason == ""
             assert {shard.horizon for shard in place.shards.values()} == {place.shards[0].horizon}
 
@@ -340,7 +343,7 @@ class TestLoading:
     def test_an_error_that_nobody_expects_leaves_no_shard_loading_for_ever(self) -> None:
         async def story(place: Observatory) -> None:
             place.errors = [ZeroDivisionError()]
-            place.shards[0].load_begins()
+            place.shards[0].begin_load()
             with pytest.raises(ZeroDivisionError):
                 await place.horizon._load([place.shards[0]])
             assert not place.shards[0].loading
@@ -352,7 +355,7 @@ class TestLoading:
             shards = list(place.shards.values())
             place.load = lambda _: asyncio.sleep(0, [Page([], None)])  # type: ignore[method-assign, assignment]
             for shard in shards:
-                shard.load_begins()
+                shard.begin_load()
             with pytest.raises(ValueError, match="shorter"):
                 await place.horizon._load(shards)
 
@@ -364,22 +367,22 @@ class TestMemory:
         async def story(place: Observatory) -> None:
             place.timers_of(0, 1_000, first_ms=10_000)
             shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load()
+            shard.end_load(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
             await asyncio.sleep(0.1)
-            place.horizon.relieve()
-            assert place.horizon.weight == place.in_memory() == 1_000
+            place.horizon.reduce_memory()
+            assert place.counters.weight == place.in_memory() == 1_000
             assert place.parked == []
             place.timers_of(1, 1, first_ms=10_000)
             place.add(1)
             shard = place.shards[1]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[1], None), START_WALL_MS + MINUTE_MS)
-            assert place.horizon.weight == 1_001
-            assert place.horizon._relieving
+            shard.begin_load()
+            shard.end_load(Page(place.timers[1], None), START_WALL_MS + MINUTE_MS)
+            assert place.counters.weight == 1_001
+            assert place.horizon._reduction_scheduled
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert not place.horizon._relieving
+            assert not place.horizon._reduction_scheduled
             kept = sorted(entry.timer.execute_at_ms for entry in place.shards[0].entries.values())
             assert len(kept) == 500
             assert kept[-1] == START_WALL_MS + 10_000 + 499 * 10, "the nearest stay"
@@ -391,15 +394,15 @@ class TestMemory:
     def test_it_is_asked_for_once_however_much_comes_at_once(self) -> None:
         async def story(place: Observatory) -> None:
             relieved: list[int] = []
-            place.horizon.relieve = lambda: relieved.append(1)  # type: ignore[method-assign]
-            place.horizon.remember(1_000)
+            place.horizon.reduce_memory = lambda: relieved.append(1)  # type: ignore[method-assign]
+            place.horizon.add_weight(1_000)
             await asyncio.sleep(0.1)
             assert relieved == []
-            place.horizon.remember(1)
-            place.horizon.remember(1)
+            place.horizon.add_weight(1)
+            place.horizon.add_weight(1)
             await asyncio.sleep(0.1)
             assert relieved == [1]
-            place.horizon.remember(-1_002)
+            place.horizon.add_weight(-1_002)
 
         looking(story, timers_in_memory_max=1_000)
 
@@ -407,10 +410,10 @@ class TestMemory:
         async def story(place: Observatory) -> None:
             place.timers_of(0, 100, first_ms=4_010, payload="x" * 20_480)
             shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            assert place.horizon.weight == 2_100
-            place.horizon.relieve()
+            shard.begin_load()
+            shard.end_load(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
+            assert place.counters.weight == 2_100
+            place.horizon.reduce_memory()
             assert len(shard.entries) == 100
             assert shard.horizon == end_of(START_WALL_MS + 5_000)
 
@@ -420,10 +423,10 @@ class TestMemory:
         async def story(place: Observatory) -> None:
             place.timers_of(0, 100, first_ms=10, payload="x" * 20_480)
             shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load()
+            shard.end_load(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
             place.waiting = 60
-            place.horizon.relieve()
+            place.horizon.reduce_memory()
             half = int(1_000 * 0.5 * 100 / 2_100)
             assert place.parked == [60 - half]
 
@@ -433,11 +436,11 @@ class TestMemory:
         async def story(place: Observatory) -> None:
             place.timers_of(0, 100, first_ms=10_000, payload="x" * 20_480)
             shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load()
+            shard.end_load(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
             armed = dict(place.armed)
             place.armed = dict(list(armed.items())[: int(1_000 * 0.5 * 100 / 2_100)])
-            place.horizon.relieve()
+            place.horizon.reduce_memory()
             assert len(shard.entries) == 100
             place.armed = armed
 
@@ -448,11 +451,11 @@ class TestMemory:
             place.timers_of(0, 1_000, first_ms=10, step_ms=1)
             place.timers[0].append(make_timer("far", START_WALL_MS + 50_000))
             shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load()
+            shard.end_load(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
             place.waiting = 600
-            place.horizon.relieve()
-            assert place.horizon.weight == 1_000
+            place.horizon.reduce_memory()
+            assert place.counters.weight == 1_000
             assert place.parked == []
 
         looking(story, timers_in_memory_max=1_000)
@@ -461,10 +464,10 @@ class TestMemory:
         async def story(place: Observatory) -> None:
             place.timers_of(0, 1_001, first_ms=10_000)
             shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load()
+            shard.end_load(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
             place.waiting = 300
-            place.horizon.relieve()
+            place.horizon.reduce_memory()
             assert len(shard.entries) == 201
             assert place.parked == []
 
@@ -474,28 +477,28 @@ class TestMemory:
         async def story(place: Observatory) -> None:
             place.timers_of(0, 1_001, first_ms=10_000)
             shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load()
+            shard.end_load(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
             place.waiting = 900
-            place.horizon.relieve()
+            place.horizon.reduce_memory()
             assert len(shard.entries) == 1, "those of the first millisecond"
 
         looking(story, timers_in_memory_max=1_000)
 
     def test_beyond_three_quarters_only_what_is_urgent_is_loaded(self) -> None:
         async def story(place: Observatory) -> None:
-            place.horizon.remember(751)
+            place.horizon.add_weight(751)
             place.shards[0].horizon = end_of(START_WALL_MS + 5_000)
             await until_loaded(place)
             assert place.asked == [], "not urgent before it is nearer than five seconds"
             place.shards[0].horizon = end_of(place.clock.wall_ms() + 4_999)
             await until_loaded(place)
             assert len(place.asked) == 1
-            place.horizon.remember(-1)
+            place.horizon.add_weight(-1)
             place.shards[0].horizon = end_of(place.clock.wall_ms() + 6_000)
             await until_loaded(place)
             assert len(place.asked) == 2, "just three quarters"
-            place.horizon.remember(-750)
+            place.horizon.add_weight(-750)
 
         looking(story, timers_in_memory_max=1_000)
 
@@ -504,29 +507,29 @@ class TestMemory:
         self, near_ms: int, loaded: bool
     ) -> None:
         async def story(place: Observatory) -> None:
-            place.horizon.relieve = lambda: None  # type: ignore[method-assign]
-            place.horizon.remember(1_002)
+            place.horizon.reduce_memory = lambda: None  # type: ignore[method-assign]
+            place.horizon.add_weight(1_002)
             place.shards[0].horizon = end_of(place.clock.wall_ms() + near_ms)
-            place.horizon.look()
+            place.horizon.find_shards_to_load()
             await asyncio.sleep(0)
-            place.horizon.remember(-1)
+            place.horizon.add_weight(-1)
             await asyncio.sleep(0.01)
             assert place.asked == [], "still over the cap"
-            place.horizon.remember(-1)
+            place.horizon.add_weight(-1)
             await asyncio.sleep(0.01)
             assert bool(place.asked) == loaded
-            place.horizon.remember(-1_000)
+            place.horizon.add_weight(-1_000)
 
         looking(story, timers_in_memory_max=1_000)
 
     def test_over_the_cap_nothing_is_loaded_and_what_waits_is_put_back_to_make_room(self) -> None:
         async def story(place: Observatory) -> None:
-            place.horizon.relieve = lambda: None  # type: ignore[method-assign]
-            place.horizon.remember(1_000)
+            place.horizon.reduce_memory = lambda: None  # type: ignore[method-assign]
+            place.horizon.add_weight(1_000)
             await until_loaded(place)
             assert len(place.asked) == 1, "just at the cap, and urgent"
             place.shards[0].horizon = BEFORE_ALL
-            place.horizon.remember(1)
+            place.horizon.add_weight(1)
             await until_loaded(place)
             assert (len(place.asked), place.parked) == (1, []), "nothing waits"
             place.waiting = 1
@@ -536,6 +539,6 @@ class TestMemory:
             place.shards[0].horizon = end_of(place.clock.wall_ms() + 10_000)
             await until_loaded(place)
             assert (len(place.asked), place.parked) == (1, []), "it is not urgent"
-            place.horizon.remember(-1_001)
+            place.horizon.add_weight(-1_001)
 
         looking(story, timers_in_memory_max=1_000)

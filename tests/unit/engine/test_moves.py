@@ -25,7 +25,7 @@ def test_a_shard_that_moves_starts_no_queued_delivery_and_repeats_none() -> None
         started = world.destinations.called()
         assert 0 < len(started) < len(names), "there has to be a backlog"
         began_ms = world.clock.boot_ms()
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         assert world.clock.boot_ms() - began_ms < 1_000, "no longer than what was in flight"
         assert world.destinations.called() == started, "a draining shard has started a delivery"
         await asyncio.sleep(60)  # claimed again: it is the only instance
@@ -46,7 +46,7 @@ def test_a_shard_that_waits_for_a_delivery_in_flight_still_takes_writes() -> Non
         await world.create("hangs", 100, callback_url="http://hangs.test/")
         await asyncio.sleep(0.5)
         shard = world.engine.shards[0]
-        release = asyncio.ensure_future(world.engine._release([shard]))
+        release = asyncio.ensure_future(world.engine.ownership.release([shard]))
         await asyncio.sleep(1)
         assert shard.draining
         assert not shard.dropped
@@ -73,7 +73,7 @@ def test_at_the_drain_timeout_a_shard_is_given_away_with_what_hangs() -> None:
         await asyncio.sleep(0.5)
         shard = world.engine.shards[0]
         began_ms = world.clock.boot_ms()
-        await world.engine._release([shard])
+        await world.engine.ownership.release([shard])
         assert 10_000 <= world.clock.boot_ms() - began_ms <= 10_100
         assert shard.dropped
 
@@ -90,7 +90,7 @@ def test_a_connection_that_is_made_while_its_shard_drains_sends_nothing() -> Non
         world.destinations.before_begin = connecting
         await world.create("a", 100)
         await asyncio.sleep(0.5)
-        release = asyncio.ensure_future(world.engine._release([world.engine.shards[0]]))
+        release = asyncio.ensure_future(world.engine.ownership.release([world.engine.shards[0]]))
         await asyncio.sleep(0)
         connected.set()
         await release
@@ -115,7 +115,7 @@ def test_a_repeat_on_a_fresh_connection_goes_on_while_its_shard_drains() -> None
         world.destinations.answers[URL] = answer
         await world.create("a", 100)
         await asyncio.sleep(0.5)
-        await world.engine._release([world.engine.shards[0]])
+        await world.engine.ownership.release([world.engine.shards[0]])
         assert again[0] is not None
         assert (await world.get("a")).reached is not None
 
@@ -133,7 +133,7 @@ def test_what_is_written_while_a_shard_drains_is_on_disk_before_it_is_given_away
         spec = TimerSpec(namespace="default", timer_id="a", delay_ms=60_000, callback_url=URL)
         writing = asyncio.ensure_future(world.service.create(spec))
         await asyncio.sleep(0)
-        await world.engine._release([shard])
+        await world.engine.ownership.release([shard])
         await writing
         assert await _scheduled(world, "a")
 

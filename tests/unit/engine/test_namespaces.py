@@ -590,7 +590,7 @@ def test_of_timers_held_for_their_namespace_as_many_are_parked_as_asked_for_and_
         shop = world.engine.namespaces._by_name.pop("shop")
         reading = store.hold("namespaces")
         await asyncio.sleep(0.9)
-        world.engine._under_way.add("_read_namespaces")  # as if it were being read all the time
+        world.engine._running.add("_read_namespaces")  # as if it were being read all the time
         await asyncio.sleep(1)
         fire_loop = world.engine.fire_loop
         assert fire_loop.waiting == 4
@@ -599,7 +599,7 @@ def test_of_timers_held_for_their_namespace_as_many_are_parked_as_asked_for_and_
         assert fire_loop.park(2) == 2
         assert fire_loop.waiting == 1
         assert world.engine.telemetry.parked.value == 2
-        world.engine._under_way.clear()
+        world.engine._running.clear()
         reading.set()
         await asyncio.sleep(5)
         assert world.destinations.called() == ["a"]

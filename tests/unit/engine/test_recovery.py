@@ -134,7 +134,7 @@ def test_who_loses_the_claim_of_a_recovery_drops_the_shard_and_never_uses_the_wi
         assert await row_of(store) == winner
         assert await stored(store) == (None if fault is Fault.LOST_THEN_UNKNOWN else "1")
         assert world.destinations.calls == []
-        assert world.engine.writes_waiting == 0
+        assert world.engine.counters.writes_waiting == 0
 
     with_store(story)
 
@@ -149,7 +149,7 @@ def test_a_shard_that_is_lost_while_it_recovers_is_not_taken_up_again() -> None:
         create = creating(world)
         await asyncio.sleep(0.1)
         recovering = world.engine.rows[0]
-        world.engine._drop_all()
+        world.engine.ownership.drop_all()
         with pytest.raises(OutcomeUnknown):
             await create
         reading.set()
@@ -216,13 +216,13 @@ def test_a_claim_that_was_made_under_a_former_id_is_not_served() -> None:
     async def story(world: World, store: HookedStore) -> None:
         membership = world.engine.membership
         former = membership.instance_id
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
 
         async def rejoin() -> None:
             membership.instance_id = "new"
 
         store.after["claim"].append(rejoin)
-        await world.engine._claim([await row_of(store)])
+        await world.engine.ownership._claim([await row_of(store)])
         assert (await row_of(store)).owner_id == former
         assert world.engine.rows[0].owner_id == former
         assert world.engine.shards == {}
@@ -233,10 +233,10 @@ def test_a_claim_that_was_made_under_a_former_id_is_not_served() -> None:
 
 def test_a_claim_that_another_has_won_is_not_served() -> None:
     async def story(world: World, store: HookedStore) -> None:
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         free = await row_of(store)
         winner = await claim_for_another(store)
-        await world.engine._claim([free])
+        await world.engine.ownership._claim([free])
         assert world.engine.shards == {}
         assert world.engine.rows[0] == winner
 
@@ -245,7 +245,7 @@ def test_a_claim_that_another_has_won_is_not_served() -> None:
 
 def test_nobody_steals_a_shard_from_the_living_and_it_is_claimed_once_they_are_dead() -> None:
     async def story(world: World, store: HookedStore) -> None:
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         winner = await claim_for_another(store)
         world.engine.membership._is_eligible = lambda member: member.instance_id != "another"  # type: ignore[method-assign]
         for counter in range(1, 20):
@@ -263,7 +263,7 @@ def test_nobody_steals_a_shard_from_the_living_and_it_is_claimed_once_they_are_d
 
 def test_a_claim_whose_answer_was_lost_is_made_once_more() -> None:
     async def story(world: World, store: HookedStore) -> None:
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         store.fail("claim", Fault.APPLIED_THEN_UNKNOWN)
         with pytest.raises(OutcomeUnknown):
             await world.engine.balance()
@@ -279,7 +279,7 @@ def test_an_owner_that_joins_between_the_two_readings_is_not_taken_for_dead() ->
     """Members are read after the shards: who owns a shard by its row has joined before."""
 
     async def story(world: World, store: HookedStore) -> None:
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         world.engine.membership._is_eligible = lambda member: member.instance_id != "another"  # type: ignore[method-assign]
         claimed: list[ShardRow] = []
 
@@ -300,7 +300,7 @@ def test_more_shards_than_fit_into_one_call_are_claimed_and_released_in_parts() 
     async def story(world: World, store: HookedStore) -> None:
         assert sorted(world.engine.shards) == list(range(600))
         assert store.calls["claim"] == 3
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         assert store.calls["release"] == 3
         assert {row.owner_id for row in await store.database.shards()} == {None}
 
@@ -309,7 +309,7 @@ def test_more_shards_than_fit_into_one_call_are_claimed_and_released_in_parts() 
 
 def test_while_it_stops_an_instance_claims_nothing() -> None:
     async def story(world: World, store: HookedStore) -> None:
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         world.engine.stopping = True
         await world.engine.balance()
         assert world.engine.shards == {}
@@ -320,7 +320,7 @@ def test_while_it_stops_an_instance_claims_nothing() -> None:
 
 def test_one_that_the_members_do_not_show_alive_claims_nothing() -> None:
     async def story(world: World, store: HookedStore) -> None:
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         [me] = await store.database.members()
         await store.database.mark_dead(me.instance_id, me.counter)
         assert world.engine.membership.may_claim()
@@ -364,7 +364,7 @@ def test_a_reading_that_is_older_than_the_fence_proves_no_loss() -> None:
         version = shard.fence.version
 
         async def recovered_meanwhile() -> None:
-            world.engine._unknown(shard)
+            world.engine.ownership.recover(shard)
             while shard.recovering:
                 await asyncio.sleep(0)
 
@@ -424,7 +424,7 @@ def test_when_an_instance_is_declared_dead_its_commits_under_way_are_told_unknow
         await store.database.mark_dead(me.instance_id, me.counter)
         with pytest.raises(OutcomeUnknown):
             await create
-        assert world.engine.writes_waiting == 0
+        assert world.engine.counters.writes_waiting == 0
         store._held["commit"].set()
 
     with_store(story)
@@ -436,7 +436,7 @@ def test_a_commit_that_outlasts_the_drain_is_told_unknown() -> None:
         create = creating(world)
         await asyncio.sleep(0.1)
         shard = world.engine.shards[0]
-        await world.engine._release([shard])
+        await world.engine.ownership.release([shard])
         with pytest.raises(OutcomeUnknown):
             await create
         assert shard.dropped
@@ -467,7 +467,7 @@ def test_a_purge_that_was_overtaken_by_a_recovery_does_not_take_the_shard_for_lo
         shard = world.engine.shards[0]
 
         async def recovered_meanwhile() -> None:
-            world.engine._unknown(shard)
+            world.engine.ownership.recover(shard)
             while shard.recovering:
                 await asyncio.sleep(0)
 
@@ -677,7 +677,7 @@ def test_a_stop_releases_every_shard_leaves_the_cluster_and_ends_all_tasks() -> 
         assert {row.owner_id for row in await store.database.shards()} == {None}
         assert await store.database.members() == []
         assert world.engine.shards == {}
-        assert world.engine._tasks == set()
+        assert world.engine._tasks == {}
         with pytest.raises(NotReady):
             await world.create("a")
 
@@ -709,7 +709,7 @@ def test_a_crash_leaves_everything_as_it_is() -> None:
 def test_an_engine_that_has_stopped_claims_nothing_although_its_lease_still_runs() -> None:
     async def story(world: World, store: HookedStore) -> None:
         world.engine.abandon()
-        world.engine._drop_all()
+        world.engine.ownership.drop_all()
         await store.database.release([(await row_of(store)).fence])
         assert world.engine.membership.may_claim()
         await world.engine.balance()
@@ -734,7 +734,7 @@ def test_a_shard_whose_claim_comes_through_while_the_instance_stops_fires_nothin
         await world.create(second, 2_000)
         await asyncio.sleep(0.5)
         claimed = store.hold("claim")
-        await world.engine._release([world.engine.shards[1]])
+        await world.engine.ownership.release([world.engine.shards[1]])
         balancing = asyncio.ensure_future(world.engine.balance())
         await asyncio.sleep(0.5)
         stopping = asyncio.ensure_future(world.engine.stop())
@@ -908,9 +908,9 @@ def test_every_shard_is_purged_once_a_minute_and_one_in_trouble_waits_for_the_ne
         purged: list[int] = []
         purge = world.engine._purge
 
-        async def noting(shards: list[Shard], troubles: list[StoreError]) -> list[Shard]:
+        async def noting(shards: list[Shard], errors: list[StoreError]) -> list[Shard]:
             purged.extend(shard.shard_id for shard in shards)
-            return await purge(shards, troubles)
+            return await purge(shards, errors)
 
         world.engine._purge = noting  # type: ignore[method-assign]
         await asyncio.sleep(60.5)
@@ -918,10 +918,10 @@ def test_every_shard_is_purged_once_a_minute_and_one_in_trouble_waits_for_the_ne
         store.fail("purge_reached", *[Fault.UNAVAILABLE] * 3)
         await asyncio.sleep(60)
         assert sorted(purged) == [0, 0, 1, 1, 2, 2], "an error is not repeated at once"
-        assert "could not purge what is past its retention: injected" in caplog.text
+        assert "cannot purge timers past their retention: injected" in caplog.text
         await asyncio.sleep(60)
         assert sorted(purged) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-        assert "purging again" in caplog.text
+        assert "timers are purged again" in caplog.text
 
     with caplog.at_level("INFO", "duetime"):
         with_store(story, namespaces__default_num_shards=3)
@@ -966,7 +966,7 @@ def test_a_shard_that_recovers_is_not_purged_meanwhile() -> None:
         now_ms = world.clock.wall_ms()
         end = make_reached(make_timer(), purge_at_ms=now_ms + 1_000)
         await store.database.commit([Batch(world.engine.shards[0].fence, reached=[end])])
-        world.engine.shards[0].recovering = True
+        world.engine.shards[0].start_recovery()
         await asyncio.sleep(130)
         assert list(store.database._shards[0].all_reached()) == [end]
         world.engine.shards[0].recovering = False
@@ -980,7 +980,7 @@ def test_a_spec_without_a_shard_waits_for_the_shard() -> None:
     """The claims come late: a create waits for them, and is neither lost nor made twice."""
 
     async def story(world: World, store: HookedStore) -> None:
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         claimed = store.hold("claim")
         spec = TimerSpec(namespace="default", timer_id="a", delay_ms=2_000, callback_url=URL)
         create = asyncio.ensure_future(world.service.create(spec))
@@ -1025,17 +1025,19 @@ def test_a_drain_says_that_deliveries_may_be_repeated_only_if_they_may(caplog: p
         world.destinations.answers[URL] = hangs
         await world.create("a", 100)
         await asyncio.sleep(0.5)
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         assert "drain timeout" not in caplog.text
         await asyncio.sleep(5)
         assert world.engine.shards
-        world.engine._config = replace(world.config, server=replace(world.config.server, drain_timeout=ONE_SECOND))
-        await world.engine._release(list(world.engine.shards.values()))
+        world.engine.ownership._config = replace(
+            world.config, server=replace(world.config.server, drain_timeout=ONE_SECOND)
+        )
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         assert "drain timeout" not in caplog.text
         await asyncio.sleep(5)
         await world.create("b", 100)
         await asyncio.sleep(0.5)
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         assert caplog.text.count("drain timeout") == 1
 
     with caplog.at_level("WARNING", "duetime"):
@@ -1047,7 +1049,7 @@ def test_a_recovery_that_fails_is_in_the_log_and_so_is_its_end(caplog: pytest.Lo
         store.fail("commit", Fault.LOST_THEN_UNKNOWN)
         store.fail("claim", Fault.UNAVAILABLE)
         await creating(world)
-        assert caplog.text.count("shards are not recovered yet: injected") == 1
+        assert caplog.text.count("cannot recover shards, trying again: injected") == 1
         assert caplog.text.count("shards are recovered") == 1
 
     with caplog.at_level("INFO", "duetime"):
@@ -1064,8 +1066,8 @@ def test_what_keeps_an_instance_from_looking_at_the_cluster_is_in_the_log(
             [me] = await store.database.members()
             await store.database.mark_dead(me.instance_id, me.counter)
         await asyncio.sleep(5)
-        assert caplog.text.count("could not look at the cluster: injected") >= 1
-        assert caplog.text.count("the cluster is in sight again") >= 1
+        assert caplog.text.count("cannot read cluster state: injected") >= 1
+        assert caplog.text.count("cluster state is readable again") >= 1
 
     with caplog.at_level("INFO", "duetime"):
         with_store(story)
@@ -1077,7 +1079,7 @@ def test_a_start_whose_claims_fail_says_so(caplog: pytest.LogCaptureFixture) -> 
         world = World(clock, store.as_store)
         store.fail("claim", Fault.UNAVAILABLE)
         await world.start()
-        assert caplog.text.count("could not look at the cluster: injected") == 1
+        assert caplog.text.count("cannot read cluster state: injected") == 1
         await world.engine.stop()
 
     with caplog.at_level("WARNING", "duetime"):
@@ -1133,7 +1135,7 @@ def test_a_shard_that_was_dropped_is_not_claimed_by_its_recovery() -> None:
         await asyncio.sleep(0.01)
         before = await row_of(store)
         claims = store.calls["claim"]
-        world.engine._drop_all()
+        world.engine.ownership.drop_all()
         with pytest.raises(OutcomeUnknown):
             await create
         await asyncio.sleep(2)
@@ -1146,15 +1148,15 @@ def test_a_shard_that_was_dropped_is_not_claimed_by_its_recovery() -> None:
 def test_the_end_of_an_old_shard_leaves_the_one_that_was_claimed_after_it_alone() -> None:
     async def story(world: World, store: HookedStore) -> None:
         old = world.engine.shards[0]
-        await world.engine._release([old])
+        await world.engine.ownership.release([old])
         await world.engine.balance()
         new = world.engine.shards[0]
         assert new is not old
-        world.engine._drop(old, NotOwner())
+        world.engine.ownership.drop(old, NotOwner())
         assert world.engine.shards == {0: new}
         assert not new.dropped
-        world.engine._drop(new, NotOwner())
-        world.engine._drop(new, NotOwner())
+        world.engine.ownership.drop(new, NotOwner())
+        world.engine.ownership.drop(new, NotOwner())
         assert world.engine.shards == {}
 
     with_store(story)
@@ -1264,13 +1266,13 @@ def test_once_a_second_everything_that_a_lost_wake_up_could_delay_is_looked_at(
         for thing, name in (
             (engine.fire_loop.flow, "measure"),
             (engine.fire_loop.flow, "resume"),
-            (engine.horizon, "relieve"),
+            (engine.look_ahead, "reduce_memory"),
             (engine.fire_loop, "wake"),
             (engine.shards[0], "expire"),
         ):
             count(thing, name)
         await asyncio.sleep(10.2)
-        assert (calls["measure"], calls["resume"], calls["relieve"], calls["expire"]) == (10, 10, 10, 10)
+        assert (calls["measure"], calls["resume"], calls["reduce_memory"], calls["expire"]) == (10, 10, 10, 10)
         assert calls["wake"] == 30, "and with both heartbeats of a second"
         assert (engine.telemetry.loop_lag_seconds.count, engine.telemetry.loop_lag_seconds.sum) == (10, 0.0)
 
@@ -1283,12 +1285,12 @@ def test_what_is_written_and_deleted_is_counted_in_memory_and_taken_out_of_the_h
         await asyncio.sleep(2)
         for number in range(3):
             await world.create(f"t{number}", 20_000)
-        assert (engine.horizon.weight, len(engine.fire_loop.armed_tickets())) == (3, 3)
+        assert (engine.counters.weight, len(engine.fire_loop.armed_tickets())) == (3, 3)
         await world.create("t0", 25_000)
-        assert (engine.horizon.weight, len(engine.fire_loop.armed_tickets())) == (3, 3)
+        assert (engine.counters.weight, len(engine.fire_loop.armed_tickets())) == (3, 3)
         for number in range(3):
             await world.service.delete(TimerKey("default", f"t{number}"))
-        assert (engine.horizon.weight, len(engine.fire_loop.armed_tickets())) == (0, 0)
+        assert (engine.counters.weight, len(engine.fire_loop.armed_tickets())) == (0, 0)
 
     with_store(story)
 

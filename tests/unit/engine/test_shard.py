@@ -10,7 +10,9 @@ import pytest
 from engine_world import check_shard
 
 from duetime.domain.timer import BEFORE_ALL, Extras, Position, Settlement, Timer, TimerKey
-from duetime.engine.shard import UNKNOWN, Entry, PendingWrite, Phase, Shard, Written, end_of
+from duetime.engine.counters import Counters
+from duetime.engine.pending_write import PendingWrite, WriteResult
+from duetime.engine.shard import UNKNOWN, Entry, Phase, Shard, ShardState, end_of
 from duetime.errors import Busy, NotOwner, OutcomeUnknown, StoreUnavailable
 from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable
 from duetime.testing import make_reached, make_timer
@@ -26,10 +28,7 @@ class Surroundings:
     """What a shard needs of an engine: counters, and which entries are armed."""
 
     def __init__(self) -> None:
-        self.writes_waiting = 0
-        self.writes_waiting_max = 1_000
-        self.unsettled = 0
-        self.weight = 0
+        self.counters = Counters(writes_waiting_max=1_000)
         self.now_ms = 1_000
         self.armed: list[Entry] = []
         self.told_written = 0
@@ -41,10 +40,10 @@ class Surroundings:
     def disarm(self, entry: Entry) -> None:
         self.armed.remove(entry)
 
-    def remember(self, weight: int) -> None:
-        self.weight += weight
+    def add_weight(self, weight: int) -> None:
+        self.counters.weight += weight
 
-    def written(self, shard: Shard) -> None:
+    def enqueue(self, shard: Shard) -> None:
         self.told_written += 1
 
     def boot_ms(self) -> int:
@@ -63,21 +62,21 @@ class Bench:
     def check(self) -> None:
         yard = self.yard
         check_shard(self.shard)
-        ops = [*self.shard.pending.values(), *self.shard.committing.values()]
-        assert yard.writes_waiting == len(ops), "writes_waiting drifts"
-        assert yard.unsettled == sum(op.settlement is not None for op in ops), "unsettled drifts"
-        assert yard.weight == sum(entry.weight for entry in self.shard.entries.values()), "weight drifts"
+        writes = [*self.shard.pending.values(), *self.shard.committing.values()]
+        assert yard.counters.writes_waiting == len(writes), "writes_waiting drifts"
+        assert yard.counters.unsettled == sum(write.settlement is not None for write in writes), "unsettled drifts"
+        assert yard.counters.weight == sum(entry.weight for entry in self.shard.entries.values()), "weight drifts"
         armed = [entry for entry in self.shard.entries.values() if entry.phase is Phase.ARMED]
         assert {id(entry) for entry in yard.armed} == {id(entry) for entry in armed}
 
     def load(self, timers: list[Timer], more: Position | None = None, until_ms: int = UNTIL_MS, **rest: Any) -> None:
-        self.shard.load_begins()
-        self.shard.load_ended(Page(timers, more, **rest), until_ms)
+        self.shard.begin_load()
+        self.shard.end_load(Page(timers, more, **rest), until_ms)
 
-    def write(self, put: Timer, **rest: Any) -> asyncio.Future[Written]:
+    def write(self, put: Timer, **rest: Any) -> asyncio.Future[WriteResult]:
         return self.shard.write(put.key, put, [], **rest)
 
-    def delete(self, key: TimerKey = A) -> asyncio.Future[Written]:
+    def delete(self, key: TimerKey = A) -> asyncio.Future[WriteResult]:
         return self.shard.write(key, None, [])
 
     def take(self, room: int = 100, chars: int = 1_000_000) -> Batch:
@@ -107,7 +106,7 @@ class Bench:
         assert self.shard.begin(entry, NOW_MS, again=False)
 
     def recover(self, found: dict[TimerKey, Found], low_water: Position = BEFORE_ALL) -> None:
-        self.shard.recovered(ShardRow(7, self.shard.fence.version + 1, 2, "me", low_water=low_water), found)
+        self.shard.finish_recovery(ShardRow(7, self.shard.fence.version + 1, 2, "me", low_water=low_water), found)
         self.check()
 
 
@@ -119,7 +118,11 @@ def on_a_bench(story: Callable[[Bench], Awaitable[None]], **settings: Any) -> No
         bench.shard.drop(NotOwner())
         bench.check()
         assert bench.yard.armed == []
-        assert (bench.yard.writes_waiting, bench.yard.unsettled, bench.yard.weight) == (0, 0, 0)
+        assert (bench.yard.counters.writes_waiting, bench.yard.counters.unsettled, bench.yard.counters.weight) == (
+            0,
+            0,
+            0,
+        )
 
     run_virtual(told)
 
@@ -137,7 +140,7 @@ def phase_of(entry: Entry) -> Phase:
     return entry.phase
 
 
-def error_of(future: asyncio.Future[Written]) -> BaseException | None:
+def error_of(future: asyncio.Future[WriteResult]) -> BaseException | None:
     return future.exception() if future.done() else None
 
 
@@ -259,7 +262,7 @@ class TestWriting:
 
     def test_the_queue_is_bounded(self) -> None:
         async def story(bench: Bench) -> None:
-            bench.yard.writes_waiting_max = 2
+            bench.yard.counters.writes_waiting_max = 2
             bench.write(timer("a"))
             bench.write(timer("b"))
             with pytest.raises(Busy):
@@ -267,10 +270,10 @@ class TestWriting:
 
         on_a_bench(story)
 
-    @pytest.mark.parametrize("state", ["closing", "dropped"])
-    def test_a_shard_that_is_given_away_takes_no_writes(self, state: str) -> None:
+    @pytest.mark.parametrize("state", [ShardState.CLOSING, ShardState.DROPPED])
+    def test_a_shard_that_closes_or_is_dropped_accepts_no_writes(self, state: ShardState) -> None:
         async def story(bench: Bench) -> None:
-            setattr(bench.shard, state, True)
+            bench.shard.state = state
             with pytest.raises(NotOwner):
                 bench.write(timer())
 
@@ -395,11 +398,14 @@ class TestBatches:
 
         on_a_bench(story)
 
-    @pytest.mark.parametrize("state", ["recovering", "dropped"])
-    def test_nothing_is_committed_by_a_shard_that_recovers_or_is_dropped(self, state: str) -> None:
+    @pytest.mark.parametrize("dropped", [False, True])
+    def test_nothing_is_committed_by_a_shard_that_recovers_or_is_dropped(self, dropped: bool) -> None:
         async def story(bench: Bench) -> None:
             bench.write(timer())
-            setattr(bench.shard, state, True)
+            if dropped:
+                bench.shard.state = ShardState.DROPPED
+            else:
+                bench.shard.start_recovery()
             assert bench.shard.next_batch(100, 1_000_000) is None
 
         on_a_bench(story)
@@ -538,10 +544,10 @@ class TestNotApplied:
             bench.check()
             assert bench.yard.told_written == 1
             assert not writing.done()
-            assert bench.shard.trouble == "the disk is full"
+            assert bench.shard.last_commit_error == "the disk is full"
             bench.commit()
             assert writing.result() == (timer(), False)
-            assert bench.shard.trouble == ""
+            assert bench.shard.last_commit_error == ""
 
         on_a_bench(story)
 
@@ -584,7 +590,7 @@ class TestRecovery:
             shard = bench.shard
             there, not_there = bench.write(timer("a")), bench.write(timer("b"))
             bench.take()
-            shard.recovering = True
+            shard.start_recovery()
             bench.yard.now_ms = 5_000
             bench.recover({A: Found(timer("a")), B: Found()})
             assert not shard.recovering
@@ -653,7 +659,7 @@ class TestRecovery:
             bench.check()
             bench.take()
             bench.recover({A: Found(reached=make_reached(timer()))})
-            assert bench.yard.unsettled == 0
+            assert bench.yard.counters.unsettled == 0
             assert bench.shard.is_quiet
             assert bench.shard.entries == {}
 
@@ -664,14 +670,14 @@ class TestRecovery:
             entry = bench.put(timer())
             bench.write(timer("b"))
             bench.take()
-            bench.shard.recovering = True
+            bench.shard.start_recovery()
             bench.yard.disarm(entry)
-            bench.shard.stall(entry)
-            bench.shard.stall(entry)
+            bench.shard.wait_for_recovery(entry)
+            bench.shard.wait_for_recovery(entry)
             assert phase_of(entry) is Phase.WRITING
             bench.recover({B: Found()})
             assert phase_of(entry) is Phase.ARMED
-            assert bench.shard.stalled == []
+            assert bench.shard.due_during_recovery == []
 
         on_a_bench(story)
 
@@ -681,11 +687,11 @@ class TestRecovery:
             bench.write(timer("a", payload="new"))
             bench.delete(timer("d").key)
             bench.take()
-            bench.shard.recovering = True
+            bench.shard.start_recovery()
             for entry in entries[1:3]:
                 bench.yard.disarm(entry)
             for entry in entries:
-                bench.shard.stall(entry)
+                bench.shard.wait_for_recovery(entry)
             bench.write(timer("b", payload="new"))
             async with bench.shard.key_lock(timer("c").key):
                 bench.recover({A: Found(), timer("d").key: Found()})
@@ -697,7 +703,7 @@ class TestRecovery:
 
     def test_one_that_is_not_in_memory_any_more_is_not_armed_by_it(self) -> None:
         async def story(bench: Bench) -> None:
-            bench.shard.stall(Entry(timer(), bench.shard))
+            bench.shard.wait_for_recovery(Entry(timer(), bench.shard))
             bench.put(timer(payload="2"))
             bench.recover({})
             assert [entry.timer.payload for entry in bench.yard.armed] == ["2"]
@@ -708,7 +714,7 @@ class TestRecovery:
         async def story(bench: Bench) -> None:
             entry = bench.put(timer())
             bench.queue(entry)
-            bench.shard.recovering = True
+            bench.shard.start_recovery()
             assert not bench.shard.begin(entry, NOW_MS, again=False)
             bench.shard.not_sent(entry, begun=False)
             assert phase_of(entry) is Phase.WRITING
@@ -784,12 +790,12 @@ class TestExpiry:
             bench.send(entry)
             bench.delete()
             assert not bench.shard.settle(entry, delivered(entry)), "for now it is stale"
-            assert bench.yard.unsettled == 0
+            assert bench.yard.counters.unsettled == 0
             bench.shard.expire(1_001)
             bench.check()
             assert phase_of(entry) is Phase.SETTLING
-            assert entry.outcome_of is None
-            assert bench.yard.unsettled == 1
+            assert entry.deferred_settlement is None
+            assert bench.yard.counters.unsettled == 1
             batch = bench.commit()
             assert (list(batch.deletes), len(batch.reached)) == ([A], 1)
 
@@ -968,7 +974,7 @@ class TestExpiry:
             bench.check()
             assert list(bench.shard.pending) == [A], "nobody waits for it, and yet it is recorded"
             bench.commit()
-            assert bench.yard.unsettled == 0
+            assert bench.yard.counters.unsettled == 0
 
         on_a_bench(story)
 
@@ -994,7 +1000,7 @@ class TestExpiry:
             else:
                 assert (list(batch.puts), list(batch.reached)) == ([rearmed], [])
             assert writing.done()
-            assert bench.yard.unsettled == 0
+            assert bench.yard.counters.unsettled == 0
 
         on_a_bench(story)
 
@@ -1047,7 +1053,7 @@ class TestExpiry:
             entry = bench.put(timer())
             bench.write(timer("b"))
             bench.take()
-            bench.shard.recovering = True
+            bench.shard.start_recovery()
             bench.delete()
             bench.shard.expire(1_001)
             bench.check()
@@ -1071,12 +1077,12 @@ class TestExpiry:
 
     def test_only_what_a_user_was_told_about_can_be_given_up(self) -> None:
         async def story(bench: Bench) -> None:
-            op = PendingWrite(timer(), [], [], 0)
-            assert not op.is_given_up
-            op.told = True
-            assert op.is_given_up
-            op.settlement = Settlement(rearmed=timer())
-            assert not op.is_given_up
+            write = PendingWrite(timer(), [], [], 0)
+            assert not write.is_abandoned
+            write.waiters_timed_out = True
+            assert write.is_abandoned
+            write.settlement = Settlement(rearmed=timer())
+            assert not write.is_abandoned
 
         on_a_bench(story)
 
@@ -1084,12 +1090,12 @@ class TestExpiry:
 class TestReadingBeforeWriting:
     def test_a_timer_that_is_placed_while_somebody_reads_it_is_armed_when_he_is_done(self) -> None:
         async def story(bench: Bench) -> None:
-            assert not bench.shard.is_held(A)
+            assert not bench.shard.is_locked(A)
             async with bench.shard.key_lock(A):
-                assert bench.shard.is_held(A)
+                assert bench.shard.is_locked(A)
                 bench.load([timer()])
                 assert phase_of(bench.shard.entries[A]) is Phase.WRITING
-            assert not bench.shard.is_held(A)
+            assert not bench.shard.is_locked(A)
             assert phase_of(bench.shard.entries[A]) is Phase.ARMED
 
         on_a_bench(story)
@@ -1143,7 +1149,7 @@ class TestReadingBeforeWriting:
 
             await asyncio.gather(*(one(name) for name in "xyz"), return_exceptions=True)
             assert order == list("xxyyzz")
-            assert not bench.shard.is_held(A)
+            assert not bench.shard.is_locked(A)
 
         on_a_bench(story)
 
@@ -1155,11 +1161,11 @@ class TestMemory:
             assert bench.put(timer("b", payload="x" * 1_023)).weight == 1
             assert bench.put(timer("c", payload="x" * 1_024)).weight == 2
             assert bench.put(timer("d", payload="x" * 10_240)).weight == 11
-            assert bench.yard.weight == 15
+            assert bench.yard.counters.weight == 15
             bench.put(timer("d"))
             bench.delete(timer("c").key)
             bench.commit()
-            assert bench.yard.weight == 3
+            assert bench.yard.counters.weight == 3
 
         on_a_bench(story)
 
@@ -1228,10 +1234,10 @@ class TestLoading:
     def test_one_decided_while_the_page_was_read_that_ends_with_it_is_placed(self) -> None:
         async def story(bench: Bench) -> None:
             last = timer("last", NOW_MS + 10)
-            bench.shard.load_begins()
+            bench.shard.begin_load()
             bench.write(timer("last", NOW_MS + 10, payload="new"))
             bench.commit()
-            bench.shard.load_ended(Page([last], last.position), UNTIL_MS)
+            bench.shard.end_load(Page([last], last.position), UNTIL_MS)
             assert [entry.timer.payload for entry in bench.shard.entries.values()] == ["new"]
 
         on_a_bench(story, loaded=False)
@@ -1270,9 +1276,9 @@ class TestLoading:
         async def story(bench: Bench) -> None:
             shard = bench.shard
             assert shard.horizon == shard.low_water == end_of(NOW_MS - 1_000)
-            shard.load_begins()
+            shard.begin_load()
             assert shard.loading
-            shard.load_ended(Page([timer("a"), timer("b", NOW_MS + 5)], None), UNTIL_MS)
+            shard.end_load(Page([timer("a"), timer("b", NOW_MS + 5)], None), UNTIL_MS)
             assert not shard.loading
             assert shard.horizon == end_of(UNTIL_MS)
             assert {entry.phase for entry in shard.entries.values()} == {Phase.ARMED}
@@ -1303,9 +1309,9 @@ class TestLoading:
 
     def test_a_page_that_did_not_come_changes_nothing(self) -> None:
         async def story(bench: Bench) -> None:
-            bench.shard.load_begins()
+            bench.shard.begin_load()
             bench.put(timer())
-            bench.shard.load_ended(None, UNTIL_MS + 1)
+            bench.shard.end_load(None, UNTIL_MS + 1)
             assert not bench.shard.loading
             assert bench.shard.horizon == end_of(UNTIL_MS)
 
@@ -1313,9 +1319,9 @@ class TestLoading:
 
     def test_a_page_for_a_shard_that_was_dropped_meanwhile_places_nothing(self) -> None:
         async def story(bench: Bench) -> None:
-            bench.shard.load_begins()
+            bench.shard.begin_load()
             bench.shard.drop(NotOwner())
-            bench.shard.load_ended(Page([timer()], None), UNTIL_MS)
+            bench.shard.end_load(Page([timer()], None), UNTIL_MS)
             assert bench.shard.entries == {}
             assert bench.shard.horizon == BEFORE_ALL
 
@@ -1337,14 +1343,14 @@ class TestLoading:
             shard = bench.shard
             for name in ("deleted", "replaced"):
                 bench.put(timer(name, NOW_MS))
-            shard.load_begins()
+            shard.begin_load()
             bench.delete(timer("deleted").key)
             bench.write(timer("replaced", NOW_MS, payload="new"))
             bench.write(timer("moved", UNTIL_MS + 100, payload="new"))
             bench.write(timer("gone", UNTIL_MS + 900, payload="new"))
             bench.commit()
             page = [timer(name, UNTIL_MS + 50) for name in ("moved", "gone", "left")]
-            shard.load_ended(Page([timer("deleted"), timer("replaced"), *page], None), UNTIL_MS + 500)
+            shard.end_load(Page([timer("deleted"), timer("replaced"), *page], None), UNTIL_MS + 500)
             bench.check()
             held = {entry.timer.timer_id: entry.timer for entry in shard.entries.values()}
             assert held == {
@@ -1358,11 +1364,11 @@ class TestLoading:
     def test_what_was_decided_and_is_in_memory_is_not_placed_twice(self) -> None:
         async def story(bench: Bench) -> None:
             far = timer("far", UNTIL_MS + 100)
-            bench.shard.load_begins()
+            bench.shard.begin_load()
             bench.write(far)
             bench.commit()
-            bench.shard._place(far.key, far)
-            bench.shard.load_ended(Page([far], None), UNTIL_MS + 500)
+            bench.shard._add_entry(far.key, far)
+            bench.shard.end_load(Page([far], None), UNTIL_MS + 500)
             bench.check()
 
         on_a_bench(story)
@@ -1370,12 +1376,12 @@ class TestLoading:
     def test_what_is_decided_after_a_page_counts_for_the_next_one(self) -> None:
         async def story(bench: Bench) -> None:
             far = timer("far", UNTIL_MS + 100)
-            bench.shard.load_begins()
+            bench.shard.begin_load()
             bench.write(far)
             bench.commit()
-            bench.shard.load_ended(Page([], None), UNTIL_MS)
-            bench.shard.load_begins()
-            bench.shard.load_ended(Page([far], None), UNTIL_MS + 500)
+            bench.shard.end_load(Page([], None), UNTIL_MS)
+            bench.shard.begin_load()
+            bench.shard.end_load(Page([far], None), UNTIL_MS + 500)
             assert list(bench.shard.entries) == [far.key]
 
         on_a_bench(story)
@@ -1396,9 +1402,9 @@ class TestLoading:
     def test_an_unreadable_row_whose_timer_was_written_meanwhile_is_not_set_aside(self) -> None:
         async def story(bench: Bench) -> None:
             row = Unreadable(Position(NOW_MS, 1, 1), "test", "a", "broken")
-            bench.shard.load_begins()
+            bench.shard.begin_load()
             bench.put(timer())
-            bench.shard.load_ended(Page([], None, [row]), UNTIL_MS)
+            bench.shard.end_load(Page([], None, [row]), UNTIL_MS)
             assert bench.shard.unreadable == {}
 
         on_a_bench(story)
@@ -1420,21 +1426,21 @@ class TestShrinking:
 
     def test_what_is_written_or_in_flight_stays(self) -> None:
         async def story(bench: Bench) -> None:
-            written, sent = bench.put(timer("a", NOW_MS + 5)), bench.put(timer("b", NOW_MS + 5))
+            enqueue, sent = bench.put(timer("a", NOW_MS + 5)), bench.put(timer("b", NOW_MS + 5))
             bench.write(timer("a", NOW_MS + 5, payload="2"))
             bench.send(sent)
             bench.shard.shrink(NOW_MS)
-            assert set(bench.shard.entries.values()) == {written, sent}
+            assert set(bench.shard.entries.values()) == {enqueue, sent}
             bench.shard.expire(1_001)
             bench.check()
-            assert phase_of(written) is Phase.ARMED
+            assert phase_of(enqueue) is Phase.ARMED
 
         on_a_bench(story)
 
     def test_not_while_a_page_is_loading(self) -> None:
         async def story(bench: Bench) -> None:
             bench.put(timer("a", NOW_MS + 5))
-            bench.shard.load_begins()
+            bench.shard.begin_load()
             bench.shard.shrink(NOW_MS)
             assert bench.shard.horizon == end_of(UNTIL_MS)
             assert list(bench.shard.entries) == [A]
@@ -1476,7 +1482,7 @@ class TestFiring:
             assert not shard.is_sending(A)
             assert (entry.phase, entry.started_at_ms) == (Phase.SETTLING, 0)
             bench.check()
-            assert bench.yard.unsettled == 1
+            assert bench.yard.counters.unsettled == 1
             assert not shard.is_quiet
             bench.commit()
             assert phase_of(entry) is Phase.GONE
@@ -1510,7 +1516,7 @@ class TestFiring:
         async def story(bench: Bench) -> None:
             entry = bench.put(timer())
             bench.send(entry)
-            bench.shard.draining = True
+            bench.shard.start_drain()
             assert bench.shard.begin(entry, NOW_MS, again=True)
             assert bench.shard.sending == {A: 1}
             bench.shard.settle(entry, delivered(entry))
@@ -1586,7 +1592,7 @@ class TestFiring:
             assert (list(batch.puts), list(batch.deletes), list(batch.reached)) == ([rearmed], [], [])
             assert bench.shard.entries[A].timer == rearmed
             assert phase_of(bench.shard.entries[A]) is Phase.ARMED
-            assert (entry.phase, bench.yard.unsettled) == (Phase.GONE, 0)
+            assert (entry.phase, bench.yard.counters.unsettled) == (Phase.GONE, 0)
 
         on_a_bench(story)
 
@@ -1594,11 +1600,11 @@ class TestFiring:
         async def story(bench: Bench) -> None:
             entry = bench.put(timer())
             bench.queue(entry)
-            bench.shard.end_unfired(entry, Settlement(rearmed=timer(execute_at_ms=NOW_MS + 1_000)))
+            bench.shard.settle_without_attempt(entry, Settlement(rearmed=timer(execute_at_ms=NOW_MS + 1_000)))
             bench.check()
-            assert bench.yard.unsettled == 1
+            assert bench.yard.counters.unsettled == 1
             assert list(bench.commit().puts) == [timer(execute_at_ms=NOW_MS + 1_000)]
-            assert bench.yard.unsettled == 0
+            assert bench.yard.counters.unsettled == 0
 
         on_a_bench(story)
 
@@ -1609,7 +1615,7 @@ class TestFiring:
             bench.shard.drop(NotOwner())
             assert not bench.shard.settle(entry, delivered(entry))
             assert bench.shard.is_quiet
-            assert bench.yard.writes_waiting == 0
+            assert bench.yard.counters.writes_waiting == 0
 
         on_a_bench(story)
 
@@ -1617,7 +1623,7 @@ class TestFiring:
         async def story(bench: Bench) -> None:
             entry = bench.put(timer())
             bench.send(entry)
-            bench.shard.dropped = True
+            bench.shard.state = ShardState.DROPPED
             assert not bench.shard.settle(entry, delivered(entry))
             assert bench.shard.pending == {}
             assert bench.shard.sending == {}
@@ -1645,8 +1651,10 @@ def unwanted(bench: Bench, how: str) -> None:
         bench.delete()
     elif how == "replaced":
         bench.write(timer(payload="2"))
+    elif how == "recovering":
+        bench.shard.start_recovery()
     else:
-        setattr(bench.shard, how, True)
+        bench.shard.state = ShardState[how.upper()]
 
 
 class TestDropping:
@@ -1686,7 +1694,12 @@ class TestDropping:
             bench.shard.drop(NotOwner())
             bench.check()
             yard = bench.yard
-            assert (yard.writes_waiting, yard.unsettled, yard.weight, yard.armed) == (0, 0, 0, [])
+            assert (yard.counters.writes_waiting, yard.counters.unsettled, yard.counters.weight, yard.armed) == (
+                0,
+                0,
+                0,
+                [],
+            )
             assert {entry.phase for entry in entries} == {Phase.GONE}
             assert bench.shard.entries == {}
             assert bench.shard.horizon == BEFORE_ALL

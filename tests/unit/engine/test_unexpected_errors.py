@@ -92,7 +92,7 @@ def test_an_engine_that_an_internal_error_ends_fires_nothing_and_leaves_its_shar
         def wrong() -> None:
             raise ZeroDivisionError("a bug")
 
-        world.engine.horizon.look = wrong  # type: ignore[method-assign]
+        world.engine.look_ahead.find_shards_to_load = wrong  # type: ignore[method-assign]
         await asyncio.sleep(2)
         assert world.engine.broken
         assert world.service.readiness() == "ended by an internal error: the log says which; restart this instance"
@@ -228,7 +228,7 @@ def test_due_timers_of_a_namespace_that_cannot_be_decoded_leave_memory_for_the_o
         assert (instance_status(world.engine).oldest_due_ms or 0) > 10_000
         await asyncio.sleep(180)
         assert sorted(world.destinations.called()) == sorted(f"good{number}" for number in range(20))
-        assert world.engine.horizon.weight <= 1_000
+        assert world.engine.counters.weight <= 1_000
         await store.put_namespace(Namespace(name="bad", num_shards=4, created_at_ms=0, revision=1), 0)
         await asyncio.sleep(200)
         assert len([name for name in world.destinations.called() if name.startswith("b")]) == 1_500

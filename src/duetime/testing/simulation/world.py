@@ -33,6 +33,7 @@ from duetime.clock import Clock
 from duetime.cluster.forwarding import CommandAnswer, Forward
 from duetime.config import Config
 from duetime.engine.engine import Engine
+from duetime.engine.ownership import Ownership
 from duetime.engine.shard import Shard
 from duetime.errors import StoreError
 from duetime.service.service import Service
@@ -110,30 +111,30 @@ class Run(Struct):
 # --- the cluster ---------------------------------------------------------------------------------
 
 
-class SimEngine(Engine):
+class SimOwnership(Ownership):
     """Reports when a shard was released although deliveries were still in flight at the drain timeout: these may be
     repeated. (Not those that were begun during the drain.)"""
 
-    def tell_of(self, told: Callable[[int, int], None], dead: Callable[[], None]) -> None:
-        self._told = told
-        self._dead = dead
+    def report_to(self, drain_timed_out: Callable[[int, int], None], declared_dead: Callable[[], None]) -> None:
+        self._drain_timed_out = drain_timed_out
+        self._declared_dead = declared_dead
         self._release_began_ms: dict[Shard, int] = {}
 
-    async def _release(self, shards: list[Shard], *args: Any) -> None:
+    async def release(self, shards: list[Shard], *args: Any) -> None:
         for shard in shards:
-            self._release_began_ms.setdefault(shard, self.clock.boot_ms())  # its release may have begun already
-        await super()._release(shards, *args)
+            self._release_began_ms.setdefault(shard, self._clock.boot_ms())  # its release may have begun already
+        await super().release(shards, *args)
 
-    def _drop(self, shard: Shard, *args: Any) -> None:
+    def drop(self, shard: Shard, *args: Any) -> None:
         began_ms = self._release_began_ms.pop(shard, None)
-        waited_ms = 0 if began_ms is None else self.clock.boot_ms() - began_ms
+        waited_ms = 0 if began_ms is None else self._clock.boot_ms() - began_ms
         if not shard.is_quiet and began_ms is not None and waited_ms >= self._config.server.drain_timeout.ms:
-            self._told(began_ms - self.clock.boot_ms(), 0)
-        super()._drop(shard, *args)
+            self._drain_timed_out(began_ms - self._clock.boot_ms(), 0)
+        super().drop(shard, *args)
 
-    def _drop_all(self) -> None:
-        self._dead()
-        super()._drop_all()
+    def drop_all(self) -> None:
+        self._declared_dead()
+        super().drop_all()
 
 
 class Instance:
@@ -149,7 +150,7 @@ class Instance:
         deliverer = SimDeliverer(world, name)
         self.link = SimStore(world, name)
         store = cast(Store, self.link)
-        self.engine = SimEngine(
+        self.engine = Engine(
             config,
             store,
             deliverer,
@@ -157,8 +158,9 @@ class Instance:
             Telemetry(),
             address=name,
             rng=random.Random(world.rng.getrandbits(64)),
+            ownership=SimOwnership,
         )
-        self.engine.tell_of(self._drain_timed_out, self._declared_dead)
+        cast(SimOwnership, self.engine.ownership).report_to(self._drain_timed_out, self._declared_dead)
         self.service = Service(config, self.engine, store, deliverer, SimPeers(world, self))
 
     def inside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
