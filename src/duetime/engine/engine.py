@@ -294,7 +294,8 @@ class Engine:
         """A task of its own: a claim that waits for a lock, or on a connection that hangs, must not delay heartbeats,
         or the lease would end."""
         try:
-            if await self.membership.observe() or not self.ownership.is_balanced:
+            # A balance reads the members itself. If they have changed it has to read them again, after the shards.
+            if not self.ownership.is_balanced or await self.membership.observe():
                 await self.balance()
         except StoreError as error:
             self._cluster_read_log.failed(error, self.clock.boot_ms())

@@ -26,7 +26,7 @@ def test_a_release_that_failed_while_the_clock_was_off_is_made_good() -> None:
         b.engine.ownership._store = faulty.as_store
         faulty.fail("release", *[Fault.UNAVAILABLE] * 3)
         b.engine.membership.skew_ms = 10_000
-        b.engine.membership._judge_clock = lambda *_: None  # type: ignore[method-assign]
+        b.engine.membership._measure_clock = lambda *_: None  # type: ignore[method-assign]
         await asyncio.sleep(10)
         assert faulty.calls["release"] > 1
         assert not b.engine.shards

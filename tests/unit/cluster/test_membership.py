@@ -902,7 +902,7 @@ class TestWatching:
             await observing
             assert "is dead" not in caplog.text
             await passing(4.5, observer=b)
-            assert caplog.text.count(f"member {a.instance_id} at {a.address} is dead") == 1
+            assert caplog.text.count(f"member {a.instance_id} at {a.address} is dead: its shards can be claimed") == 1
 
         with caplog.at_level("WARNING", "duetime"):
             in_town(story)
