@@ -1,21 +1,549 @@
-"""A commit of which each batch fares by itself, as on databases where every shard is a transaction of its own."""
+"""Group commit: first with real shards and a store that answers as the test says, without an engine; then in an engine,
+on databases where the batches of a commit are independent of each other."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
 
 import pytest
 from engine_world import World, in_world
 from msgspec.structs import replace
 
 from duetime.clock import Clock
-from duetime.domain.timer import State, shard_of
-from duetime.errors import NotFound, OutcomeUnknown, ShardLost, StoreError, StoreThrottled, StoreUnavailable
-from duetime.store import Batch, Committed, Page, PageRequest
+from duetime.domain.timer import State, TimerKey, shard_of
+from duetime.engine.counters import Counters
+from duetime.engine.group_commit import BatchedReader, GroupCommit
+from duetime.engine.pending_write import WriteResult
+from duetime.engine.shard import Entry, Shard, end_of
+from duetime.errors import (
+    NotFound,
+    NotOwner,
+    OutcomeUnknown,
+    ShardLost,
+    StoreError,
+    StoreThrottled,
+    StoreUnavailable,
+)
+from duetime.store import Batch, Committed, Found, Page, PageRequest, ShardRow, Store
 from duetime.stores.memory import MemoryStore
+from duetime.telemetry import Telemetry
+from duetime.testing import make_timer
 from duetime.testing.faulty import Fault, FaultyStore
-from duetime.testing.virtual import VirtualClock, run_virtual
+from duetime.testing.virtual import START_WALL_MS, VirtualClock, run_virtual
+
+FAR_MS = START_WALL_MS + 1_000_000_000
+Answers = Sequence[Committed | StoreError]
+
+
+class Street:
+    """A lane, its shards, and what surrounds them."""
+
+    def __init__(self, clock: VirtualClock, shards: int, **capabilities: Any) -> None:
+        self.clock = clock
+        self.capabilities = replace(MemoryStore.capabilities, **capabilities)
+        self.commits: list[dict[int, int]] = []  # of each: how many puts of which shard
+        self.batches: list[Batch] = []
+        self.at: list[float] = []
+        self.answers: list[StoreError | Answers | None] = []  # of the next commits; None, or none: applied
+        self.poison = ""
+        self.seconds = 0.0
+        self.lost: list[int] = []
+        self.unknown: list[int] = []
+        self.told_committed = 0
+        self.counters = Counters(writes_waiting_max=100_000)
+        self.running: asyncio.Future[None] | None = None
+        self.telemetry = Telemetry()
+        self.lane = GroupCommit(
+            cast(Store, self),
+            clock,
+            self.telemetry,
+            on_lost=lambda shard: self.lost.append(shard.shard_id),
+            on_unknown=self._unknown,
+            on_committed=self._committed,
+        )
+        self.shards = [Shard(ShardRow(number, 1, 1, "me"), self) for number in range(shards)]
+
+    async def commit(self, batches: Sequence[Batch]) -> Answers:
+        self.commits.append({batch.fence.shard_id: len(batch.puts) for batch in batches})
+        self.batches += batches
+        self.at.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.seconds)
+        answer = self.answers.pop(0) if self.answers else None
+        if self.poison and any(put.timer_id == self.poison for batch in batches for put in batch.puts):
+            raise StoreUnavailable("poison")
+        if isinstance(answer, StoreError):
+            raise answer
+        return [Committed() for _ in batches] if answer is None else answer
+
+    def _unknown(self, shard: Shard) -> None:
+        self.unknown.append(shard.shard_id)
+        shard.start_recovery()
+
+    def _committed(self) -> None:
+        self.told_committed += 1
+
+    def arm(self, entry: Entry) -> None: ...
+    def disarm(self, entry: Entry) -> None: ...
+    def add_weight(self, weight: int) -> None: ...
+
+    def enqueue(self, shard: Shard) -> None:
+        self.lane.enqueue(shard)
+
+    def boot_ms(self) -> int:
+        return self.clock.boot_ms()
+
+    def put(self, shard: int, name: str = "a", at_ms: int = FAR_MS, **changes: Any) -> asyncio.Future[WriteResult]:
+        timer = make_timer(name, at_ms, **changes)
+        return self.shards[shard].write(timer.key, timer, [])
+
+    def puts(self, shard: int, count: int) -> list[asyncio.Future[WriteResult]]:
+        return [self.put(shard, f"t{number}") for number in range(count)]
+
+
+def on_a_street(story: Callable[[Street], Awaitable[None]], shards: int = 3, **capabilities: Any) -> None:
+    async def told(clock: VirtualClock) -> None:
+        street = Street(clock, shards, **capabilities)
+        running = street.running = asyncio.ensure_future(street.lane.run())
+        await asyncio.sleep(0)
+        try:
+            await story(street)
+        finally:
+            running.cancel()
+        assert street.counters.writes_waiting == sum(
+            len(shard.pending) + len(shard.committing) for shard in street.shards
+        )
+
+    run_virtual(told)
+
+
+class TestGathering:
+    def test_what_comes_together_is_committed_together_and_what_comes_meanwhile_in_the_next(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds = 1
+            first = [street.put(0), street.put(1), street.put(0, "b")]
+            await asyncio.sleep(0.5)
+            second = [street.put(2), street.put(0)]
+            await asyncio.gather(*first, *second)
+            assert street.commits == [{0: 2, 1: 1}, {2: 1, 0: 1}]
+            assert street.at == [0, 1]
+            assert street.told_committed == 2
+            await asyncio.sleep(10)
+            assert len(street.commits) == 2
+            assert not street.lane._wake.is_set(), "it waits, and does not turn in circles"
+
+        on_a_street(story)
+
+    def test_a_commit_is_bounded_by_rows_and_goes_on_where_it_stopped(self) -> None:
+        async def story(street: Street) -> None:
+            asked = [*street.puts(0, 3), *street.puts(1, 3), *street.puts(2, 1)]
+            await asyncio.gather(*asked)
+            assert street.commits == [{0: 3, 1: 2}, {2: 1, 1: 1}]
+
+        on_a_street(story, batch_max=5)
+
+    def test_a_shard_that_has_more_than_a_batch_takes_turns_with_the_others(self) -> None:
+        async def story(street: Street) -> None:
+            asked = [*street.puts(0, 12), *street.puts(1, 2)]
+            await asyncio.gather(*asked)
+            assert street.commits == [{0: 5}, {1: 2, 0: 3}, {0: 4}]
+
+        on_a_street(story, batch_max=5)
+
+    def test_a_commit_is_bounded_by_characters(self) -> None:
+        async def story(street: Street) -> None:
+            asked = [street.put(shard, f"t{n}", payload="x" * 1_000) for shard in range(3) for n in range(2)]
+            await asyncio.gather(*asked)
+            assert street.commits == [{0: 2, 1: 1}, {2: 2, 1: 1}]
+
+        on_a_street(story, batch_chars_max=3_000)
+
+    def test_a_shard_that_cannot_commit_now_is_passed_over(self) -> None:
+        async def story(street: Street) -> None:
+            street.put(0)
+            second = street.put(1)
+            street.shards[0].start_recovery()
+            await second
+            assert street.commits == [{1: 1}]
+
+        on_a_street(story)
+
+
+class TestLowWater:
+    def test_it_is_carried_upwards_with_a_commit_every_ten_seconds_by_each_shard(self) -> None:
+        async def story(street: Street) -> None:
+            async def low_water_after(shard_id: int, second: int) -> Any:
+                shard = street.shards[shard_id]
+                shard.begin_load()
+                shard.end_load(Page([], None), START_WALL_MS + second)
+                await street.put(shard_id)
+                return street.batches[-1].low_water
+
+            assert await low_water_after(0, 1) == end_of(START_WALL_MS)
+            assert street.shards[0].low_water == end_of(START_WALL_MS)
+            assert await low_water_after(1, 1) == end_of(START_WALL_MS)
+            await asyncio.sleep(9.999)
+            assert await low_water_after(0, 2) is None
+            await asyncio.sleep(0.001)
+            assert await low_water_after(0, 3) == end_of(START_WALL_MS + 2)
+            await asyncio.sleep(9.999)
+            assert await low_water_after(0, 4) is None
+
+        on_a_street(story)
+
+
+class TestFailures:
+    def test_a_commit_of_several_shards_that_fails_is_tried_shard_by_shard(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [StoreUnavailable("no")]
+            await asyncio.gather(street.put(0), street.put(1), street.put(2))
+            assert street.commits == [{0: 1, 1: 1, 2: 1}, {0: 1}, {1: 1}, {2: 1}]
+            assert street.at == [0, 0, 0, 0], "at once: only one of them may be the reason"
+            await asyncio.gather(street.put(0), street.put(1), street.put(2))
+            assert street.commits[4:] == [{0: 1, 1: 1, 2: 1}], "and together again once that worked"
+            assert len(street.lane._alone) == 0
+
+        on_a_street(story)
+
+    def test_those_that_are_tried_alone_do_not_take_others_with_them(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [StoreUnavailable("no")]
+            street.seconds = 0.01
+            asked = [street.put(0), street.put(1)]
+            await asyncio.sleep(0.005)
+            asked.append(street.put(2))
+            await asyncio.gather(*asked)
+            assert street.commits == [{0: 1, 1: 1}, {2: 1}, {0: 1}, {1: 1}]
+
+        on_a_street(story)
+
+    def test_nor_others_that_come_later(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [StoreUnavailable("no")]
+            street.seconds = 0.01
+            asked = [street.put(0), street.put(1)]
+            await asyncio.sleep(0.015)
+            asked.append(street.put(2))
+            await asyncio.gather(*asked)
+            assert street.commits == [{0: 1, 1: 1}, {0: 1}, {1: 1}, {2: 1}]
+
+        on_a_street(story)
+
+    def test_one_that_fails_by_itself_rests_longer_and_longer_up_to_a_second(self) -> None:
+        async def story(street: Street) -> None:
+            street.poison = "a"
+            street.put(0)
+            await asyncio.sleep(4)
+            pauses = [round(after - before, 6) for before, after in zip(street.at, street.at[1:], strict=False)]
+            assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1, 1]
+            assert street.lane._failure_log.reason == "poison"
+            street.poison = ""
+            await asyncio.sleep(1)
+            assert street.shards[0].is_quiet
+            assert street.lane._failure_log.reason == ""
+            street.poison = "a"
+            street.at.clear()
+            street.put(0)
+            await asyncio.sleep(0.03)
+            assert [round(b - a, 6) for a, b in zip(street.at, street.at[1:], strict=False)] == [0.02], "from the start"
+
+        on_a_street(story)
+
+    def test_while_it_rests_it_is_not_tried_whatever_is_written(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [StoreUnavailable("no")]
+            street.put(0)
+            await asyncio.sleep(0.01)
+            street.put(0, "b")
+            other = street.put(1)
+            await other
+            assert street.commits == [{0: 1}, {1: 1}]
+            await asyncio.sleep(0.02)
+            assert street.commits[2] == {0: 1}, "half of what failed"
+            assert street.commits[3:] == [{0: 1}]
+
+        on_a_street(story)
+
+    def test_nor_if_it_was_written_while_the_commit_was_on_its_way(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds = 0.01
+            street.answers = [StoreUnavailable("no")]
+            street.put(0)
+            await asyncio.sleep(0.005)
+            await street.put(0, "b")
+            assert street.at[1] == pytest.approx(0.03)
+
+        on_a_street(story)
+
+    def test_of_two_the_one_that_is_not_the_reason_waits_for_a_moment_only(self) -> None:
+        async def story(street: Street) -> None:
+            street.poison = "a"
+            street.put(0, "a")
+            await street.put(0, "b")
+            assert street.at == [0, pytest.approx(0.02), pytest.approx(0.04)]
+
+        on_a_street(story)
+
+    def test_its_batch_is_halved_until_the_reason_is_found_and_grows_again(self) -> None:
+        async def story(street: Street) -> None:
+            street.poison = "t15"
+            asked = street.puts(0, 16)
+            await asyncio.sleep(0.15)
+            assert [future.done() for future in asked] == [True] * 15 + [False]
+            sizes = [commit[0] for commit in street.commits]
+            assert sizes[:2] == [16, 8]
+            assert street.at[1] == pytest.approx(0.02), "a moment's rest"
+            assert max(street.at[: sizes.index(1) + 1]) < 0.15, "and no longer while it can be halved"
+            street.poison = ""
+            await asyncio.gather(*asked)
+            street.commits.clear()
+            for _ in range(6):
+                await asyncio.gather(*street.puts(0, 20))
+            assert [commit[0] for commit in street.commits][-1] == 20
+            assert len(street.lane._rows_max) == 0
+
+        on_a_street(story, batch_max=20)
+
+    def test_the_room_doubles_with_each_success(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [StoreUnavailable("no")]
+            asked = street.puts(0, 16)
+            await asyncio.gather(*asked)
+            assert [commit[0] for commit in street.commits] == [16, 8, 8]
+            assert street.lane._rows_max == {}
+            street.commits.clear()
+            street.answers = [StoreUnavailable("no"), StoreUnavailable("no"), StoreUnavailable("no")]
+            await asyncio.gather(*street.puts(0, 16))
+            assert [commit[0] for commit in street.commits] == [16, 8, 4, 2, 4, 8, 2]
+
+        on_a_street(story, batch_max=16)
+
+    def test_one_that_is_alone_in_its_batch_is_not_halved_away(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [StoreUnavailable("no"), StoreUnavailable("no")]
+            await street.put(0)
+            assert street.commits == [{0: 1}] * 3
+
+        on_a_street(story)
+
+    def test_one_that_asks_for_less_rests_also_if_it_was_not_alone(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [StoreThrottled("slow down")]
+            await asyncio.gather(street.put(0), street.put(1))
+            assert street.at[0] == 0
+            assert street.at[1] == pytest.approx(0.02)
+
+        on_a_street(story)
+
+    def test_each_batch_of_a_commit_may_fare_by_itself(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [[Committed(), StoreUnavailable("no"), OutcomeUnknown("who knows")]]
+            asked = [street.put(0), street.put(1), street.put(2)]
+            await asked[0]
+            assert street.told_committed == 1
+            assert not asked[1].done()
+            assert street.unknown == [2]
+            assert street.shards[2].committing
+            await asked[1]
+            assert street.commits == [{0: 1, 1: 1, 2: 1}, {1: 1}]
+            assert street.at[1] == pytest.approx(0.02)
+
+        on_a_street(story)
+
+    def test_an_unknown_outcome_is_recovered_and_not_tried_again_by_itself(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [OutcomeUnknown("who knows")]
+            writing = street.put(0)
+            await asyncio.sleep(5)
+            assert street.unknown == [0]
+            assert street.lane._failure_log.reason == "", "that is for refused ones"
+            assert len(street.commits) == 1
+            assert street.told_committed == 0
+            key = TimerKey("test", "a")
+            street.shards[0].finish_recovery(ShardRow(0, 2, 2, "me"), {key: Found()})
+            await writing
+            assert len(street.commits) == 2
+
+        on_a_street(story)
+
+    def test_a_refused_shard_is_lost_and_the_others_are_committed(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [[ShardLost(), Committed()]]
+            first, second = street.put(0), street.put(1)
+            await second
+            assert street.lost == [0]
+            assert not first.done()
+            assert street.shards[0].committing, "whoever drops it tells them"
+            assert street.told_committed == 1
+
+        on_a_street(story)
+
+    def test_a_store_that_does_not_answer_for_every_batch_is_an_internal_error(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [[Committed()]]
+            street.put(0)
+            street.put(1)
+            await asyncio.sleep(1)
+            assert street.running is not None
+            assert isinstance(street.running.exception(), ValueError)
+
+        on_a_street(story)
+
+    def test_of_a_shard_that_was_dropped_meanwhile_nothing_is_settled(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds = 1
+            street.answers = [[StoreUnavailable("no"), Committed()]]
+            first, second = street.put(0), street.put(1)
+            await asyncio.sleep(0.5)
+            street.shards[0].drop(NotOwner())
+            assert isinstance(first.exception(), NotOwner)
+            await second
+            await asyncio.sleep(5)
+            assert len(street.commits) == 1
+
+        on_a_street(story)
+
+    def test_one_that_is_given_away_meanwhile_has_its_commit_settled(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds = 1
+            street.answers = [StoreUnavailable("no")]
+            writing = street.put(0)
+            await asyncio.sleep(0.5)
+            street.shards[0].close()
+            await writing
+            assert len(street.commits) == 2
+            assert street.shards[0].is_quiet
+
+        on_a_street(story)
+
+    def test_one_that_was_dropped_meanwhile_is_not_lost_once_more(self) -> None:
+        async def story(street: Street) -> None:
+            street.seconds = 1
+            street.answers = [[ShardLost(), OutcomeUnknown(), Committed()]]
+            street.put(0)
+            street.put(1)
+            third = street.put(2)
+            await asyncio.sleep(0.5)
+            for shard in street.shards[:2]:
+                shard.drop(NotOwner())
+            await third
+            assert (street.lost, street.unknown) == ([], [])
+
+        on_a_street(story)
+
+    def test_one_that_was_dropped_while_it_rested_does_not_come_back(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [StoreUnavailable("no")]
+            writing = street.put(0)
+            await asyncio.sleep(0.01)
+            street.shards[0].drop(NotOwner())
+            assert writing.done()
+            await asyncio.sleep(1)
+            assert len(street.commits) == 1
+            assert len(street.lane._paused) == 0
+
+        on_a_street(story)
+
+    def test_one_that_rested_and_has_nothing_to_write_any_more_is_quiet(self) -> None:
+        async def story(street: Street) -> None:
+            street.answers = [StoreUnavailable("no")]
+            street.put(0)
+            await asyncio.sleep(0.01)
+            street.shards[0].expire(street.clock.boot_ms() + 1)
+            await asyncio.sleep(1)
+            assert len(street.commits) == 1
+            await street.put(0)
+            assert len(street.commits) == 2
+
+        on_a_street(story)
+
+
+class Shelf:
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.error: Exception | None = None
+
+    async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
+        self.calls.append(len(keys))
+        await asyncio.sleep(1)
+        if self.error is not None:
+            raise self.error
+        return [Found(make_timer(key.timer_id, shard_id)) for shard_id, key in keys]
+
+
+class TestLookup:
+    def test_what_is_asked_in_one_turn_is_read_in_one_call_and_each_gets_his_own(self) -> None:
+        async def story(clock: VirtualClock) -> None:
+            shelf = Shelf()
+            lookup = BatchedReader(cast(Store, shelf))
+            keys = [(shard_id, TimerKey("test", name)) for shard_id in (1, 2) for name in ("a", "b", "a")]
+            found = await asyncio.gather(*(lookup.find(*key) for key in keys))
+            assert shelf.calls == [4], "each key once"
+            assert [(f.timer.execute_at_ms, f.timer.key) for f in found if f.timer] == keys
+            await lookup.find(*keys[0])
+            assert shelf.calls == [4, 1]
+            await asyncio.sleep(0)
+            assert not lookup._tasks
+
+        run_virtual(story)
+
+    def test_a_reading_under_way_is_referenced_or_it_might_be_collected(self) -> None:
+        async def story(clock: VirtualClock) -> None:
+            lookup = BatchedReader(cast(Store, Shelf()))
+            asked = [asyncio.ensure_future(lookup.find(1, TimerKey("test", name))) for name in "aab"]
+            await asyncio.sleep(0)
+            assert len(lookup._tasks) == 1, "one for all"
+            await asyncio.sleep(0.5)
+            assert len(lookup._tasks) == 1
+            await asyncio.gather(*asked)
+
+        run_virtual(story)
+
+    def test_what_is_asked_while_it_reads_is_read_anew(self) -> None:
+        async def story(clock: VirtualClock) -> None:
+            shelf = Shelf()
+            lookup = BatchedReader(cast(Store, shelf))
+            first = asyncio.ensure_future(lookup.find(1, TimerKey("test", "a")))
+            await asyncio.sleep(0.5)
+            second = asyncio.ensure_future(lookup.find(1, TimerKey("test", "a")))
+            await asyncio.gather(first, second)
+            assert shelf.calls == [1, 1]
+
+        run_virtual(story)
+
+    def test_five_hundred_are_read_at_a_time(self) -> None:
+        async def story(clock: VirtualClock) -> None:
+            shelf = Shelf()
+            lookup = BatchedReader(cast(Store, shelf))
+            found = await asyncio.gather(*(lookup.find(n, TimerKey("test", f"t{n}")) for n in range(1_200)))
+            assert shelf.calls == [500, 500, 200]
+            assert [f.timer.execute_at_ms for f in found if f.timer] == list(range(1_200))
+
+        run_virtual(story)
+
+    def test_an_error_is_told_to_everybody_and_one_who_has_gone_disturbs_nobody(self) -> None:
+        async def story(clock: VirtualClock) -> None:
+            shelf = Shelf()
+            lookup = BatchedReader(cast(Store, shelf))
+            asked = [asyncio.ensure_future(lookup.find(1, TimerKey("test", name))) for name in "aab"]
+            await asyncio.sleep(0.5)
+            asked[0].cancel()
+            await asyncio.wait(asked)
+            assert asked[0].cancelled()
+            assert asked[1].result().timer == make_timer("a", 1)
+            assert asked[2].result().timer == make_timer("b", 1)
+            shelf.error = ZeroDivisionError()
+            asked = [asyncio.ensure_future(lookup.find(1, TimerKey("test", name))) for name in "aab"]
+            await asyncio.sleep(0.5)
+            asked[0].cancel()
+            await asyncio.wait(asked)
+            assert [type(future.exception()) for future in asked[1:]] == [ZeroDivisionError] * 2
+
+        run_virtual(story)
+
+
+# --- in an engine --------------------------------------------------------------------------------
 
 REFUSED, UNKNOWN, FINE = 1, 2, 3
 
