@@ -157,21 +157,21 @@ def check_nothing_is_left(engine: Engine) -> None:
 
 
 def in_world(
-    story: Callable[[World], Awaitable[None]],
+    scenario: Callable[[World], Awaitable[None]],
     *,
     new_store: Callable[[VirtualClock], Store] = MemoryStore,
     **settings: Any,
 ) -> None:
     """Tell a story in a world of its own."""
 
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         world = World(clock, new_store(clock), **settings)
         await world.start()
         try:
-            await story(world)
+            await scenario(world)
             check_accounts(world.engine)
         finally:
             await world.engine.stop()
         check_nothing_is_left(world.engine)
 
-    run_virtual(told)
+    run_virtual(run)

@@ -52,25 +52,25 @@ class ExclusiveStore(MemoryStore):
 
 
 def with_store(
-    story: Callable[[World, HookedStore], Awaitable[None]],
+    scenario: Callable[[World, HookedStore], Awaitable[None]],
     new_store: Callable[[VirtualClock], MemoryStore] = MemoryStore,
     **settings: Any,
 ) -> None:
     settings.setdefault("namespaces__default_num_shards", 1)
 
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = HookedStore(new_store(clock))
         world = World(clock, store.as_store, **settings)
         await world.start()
         try:
-            await story(world, store)
+            await scenario(world, store)
         finally:
             store.heal()
             store.before.clear()
             store.after.clear()
             await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 async def row_of(store: HookedStore, shard_id: int = 0) -> ShardRow:
@@ -118,18 +118,18 @@ class Pair:
         return world
 
 
-def of_pair(story: Callable[[Pair], Awaitable[None]]) -> None:
-    async def told(clock: VirtualClock) -> None:
+def of_pair(scenario: Callable[[Pair], Awaitable[None]]) -> None:
+    async def run(clock: VirtualClock) -> None:
         pair = Pair(clock)
         try:
-            await story(pair)
+            await scenario(pair)
         finally:
             for line in pair.lines:
                 line.heal()
             for world in pair.worlds:
                 await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 async def is_served_once(pair: Pair) -> bool:

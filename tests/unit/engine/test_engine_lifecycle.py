@@ -38,8 +38,8 @@ from duetime.testing.virtual import VirtualClock, VirtualLoop, run_virtual
 # --- joining again --------------------------------------------------------------------------------
 
 
-def test_nothing_that_was_claimed_during_a_join_that_failed_outlives_its_id() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_shards_claimed_during_a_join_that_failed_are_dropped_before_the_next_join() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         membership, former = world.engine.membership, world.engine.membership.instance_id
 
         async def claims_and_fails() -> None:
@@ -58,11 +58,11 @@ def test_nothing_that_was_claimed_during_a_join_that_failed_outlives_its_id() ->
         assert (await row_of(store)).owner_id == membership.instance_id
         assert world.engine.shards[0].fence == (await row_of(store)).fence
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_one_that_is_declared_dead_serves_nothing_until_it_has_joined_again() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_an_instance_that_is_declared_dead_serves_nothing_until_it_has_joined_again() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.create("a", 3_000)
         joining = store.hold("join")
         [me] = await store.database.members()
@@ -76,11 +76,11 @@ def test_one_that_is_declared_dead_serves_nothing_until_it_has_joined_again() ->
         assert world.destinations.called() == ["a"]
         assert world.service.readiness() is None
 
-    with_store(story)
+    with_store(scenario)
 
 
 def test_a_join_that_fails_is_tried_again_at_the_next_heartbeat() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         store.fail("join", *[Fault.UNAVAILABLE] * 3)
         [me] = await store.database.members()
         await store.database.mark_dead(me.instance_id, me.counter)
@@ -90,11 +90,11 @@ def test_a_join_that_fails_is_tried_again_at_the_next_heartbeat() -> None:
         assert world.engine.shards
         assert [member.alive for member in await store.database.members()].count(True) == 1
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_when_an_instance_is_declared_dead_its_commits_under_way_are_told_unknown() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_when_an_instance_is_declared_dead_its_commits_in_flight_are_answered_unknown() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         store.hold("commit")
         create = creating(world)
         await asyncio.sleep(0.1)
@@ -105,14 +105,14 @@ def test_when_an_instance_is_declared_dead_its_commits_under_way_are_told_unknow
         assert world.engine.counters.writes_waiting == 0
         store._held["commit"].set()
 
-    with_store(story)
+    with_store(scenario)
 
 
 # --- stopping -------------------------------------------------------------------------------------
 
 
 def test_a_stop_releases_every_shard_leaves_the_cluster_and_ends_all_tasks() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.stop()
         assert {row.owner_id for row in await store.database.shards()} == {None}
         assert await store.database.members() == []
@@ -121,21 +121,21 @@ def test_a_stop_releases_every_shard_leaves_the_cluster_and_ends_all_tasks() -> 
         with pytest.raises(NotReady):
             await world.create("a")
 
-    with_store(story, namespaces__default_num_shards=16)
+    with_store(scenario, namespaces__default_num_shards=16)
 
 
-def test_a_stop_before_the_start_signs_nobody_off() -> None:
-    async def told(clock: VirtualClock) -> None:
+def test_a_stop_before_the_start_does_not_leave_the_cluster() -> None:
+    async def run(clock: VirtualClock) -> None:
         store = HookedStore(MemoryStore(clock))
         world = World(clock, store.as_store)
         await world.engine.stop()
         assert store.calls["mark_dead"] == 0
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 def test_a_crash_leaves_everything_as_it_is() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.create("a", 1_000)
         world.engine.abandon()
         await asyncio.sleep(3)
@@ -143,11 +143,11 @@ def test_a_crash_leaves_everything_as_it_is() -> None:
         assert (await row_of(store)).owner_id == world.engine.membership.instance_id
         assert all(task.done() for task in world.engine._tasks)
 
-    with_store(story)
+    with_store(scenario)
 
 
 def test_an_engine_that_has_stopped_claims_nothing_although_its_lease_still_runs() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         world.engine.abandon()
         world.engine.ownership.drop_all()
         await store.database.release([(await row_of(store)).fence])
@@ -156,13 +156,13 @@ def test_an_engine_that_has_stopped_claims_nothing_although_its_lease_still_runs
         assert (await row_of(store)).owner_id is None
         assert world.engine.shards == {}
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_shard_whose_claim_comes_through_while_the_instance_stops_fires_nothing() -> None:
+def test_a_shard_whose_claim_succeeds_while_the_instance_stops_fires_nothing() -> None:
     """Its deliveries would not be waited for, and its next owner would repeat them."""
 
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         async def slow(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(5)
             return OK
@@ -185,21 +185,21 @@ def test_a_shard_whose_claim_comes_through_while_the_instance_stops_fires_nothin
         await stopping
         assert world.destinations.called() == [first]
 
-    with_store(story, namespaces__default_num_shards=2)
+    with_store(scenario, namespaces__default_num_shards=2)
 
 
-def test_a_stop_is_no_error_for_the_tasks_that_it_ends(caplog: pytest.LogCaptureFixture) -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_tasks_that_are_cancelled_by_a_stop_are_not_logged_as_errors(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.stop()
         await asyncio.sleep(0.1)
         assert caplog.records == []
 
     with caplog.at_level("WARNING"):
-        with_store(story)
+        with_store(scenario)
 
 
-def test_a_second_internal_error_is_not_a_second_end(caplog: pytest.LogCaptureFixture) -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_second_internal_error_does_not_stop_the_engine_twice(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         async def wrong() -> None:
             raise ZeroDivisionError("a bug")
 
@@ -210,14 +210,14 @@ def test_a_second_internal_error_is_not_a_second_end(caplog: pytest.LogCaptureFi
         assert store.calls["mark_dead"] == 1
 
     with caplog.at_level("WARNING"):
-        with_store(story)
+        with_store(scenario)
 
 
 # --- starting -------------------------------------------------------------------------------------
 
 
-def test_where_the_first_claims_fail_a_member_of_a_cluster_starts_and_claims_later() -> None:
-    async def told(clock: VirtualClock) -> None:
+def test_if_the_first_claims_fail_a_member_of_a_cluster_starts_and_claims_later() -> None:
+    async def run(clock: VirtualClock) -> None:
         store = HookedStore(MemoryStore(clock))
         world = World(clock, store.as_store)
         store.fail("claim", Fault.UNAVAILABLE)
@@ -228,11 +228,11 @@ def test_where_the_first_claims_fail_a_member_of_a_cluster_starts_and_claims_lat
         assert len(world.engine.shards) == 16
         await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
-def test_where_the_first_claims_fail_and_nobody_else_can_serve_the_start_fails() -> None:
-    async def told(clock: VirtualClock) -> None:
+def test_if_the_first_claims_fail_on_an_exclusive_store_the_start_fails() -> None:
+    async def run(clock: VirtualClock) -> None:
         store = HookedStore(ExclusiveStore(clock))
         world = World(clock, store.as_store)
         store.fail("claim", Fault.UNAVAILABLE)
@@ -241,11 +241,11 @@ def test_where_the_first_claims_fail_and_nobody_else_can_serve_the_start_fails()
         assert not world.engine.started
         await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 def test_heartbeats_go_on_while_the_first_claims_take_longer_than_the_lease() -> None:
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = HookedStore(MemoryStore(clock))
         world = World(clock, store.as_store)
         claimed = store.hold("claim")
@@ -257,11 +257,11 @@ def test_heartbeats_go_on_while_the_first_claims_take_longer_than_the_lease() ->
         await starting
         await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
-def test_a_start_whose_claims_fail_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    async def told(clock: VirtualClock) -> None:
+def test_a_start_whose_claims_fail_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = HookedStore(MemoryStore(clock))
         world = World(clock, store.as_store)
         store.fail("claim", Fault.UNAVAILABLE)
@@ -270,11 +270,11 @@ def test_a_start_whose_claims_fail_says_so(caplog: pytest.LogCaptureFixture) -> 
         await world.engine.stop()
 
     with caplog.at_level("WARNING", "duetime"):
-        run_virtual(told)
+        run_virtual(run)
 
 
 def test_before_the_start_an_engine_knows_no_shards_and_its_random_numbers_are_its_own() -> None:
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         world = World(clock, MemoryStore(clock))
         assert world.engine.rows == {}
         assert world.engine.readiness() == "starting"
@@ -285,14 +285,14 @@ def test_before_the_start_an_engine_knows_no_shards_and_its_random_numbers_are_i
         assert new_engine(random.Random(7)).new_id() == new_engine(random.Random(7)).new_id()
         assert new_engine(None).new_id() != new_engine(None).new_id()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 # --- readiness ------------------------------------------------------------------------------------
 
 
 def test_readiness_says_why_an_instance_does_not_serve() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         engine = world.engine
         assert engine.readiness() is None
         engine.started = False
@@ -314,21 +314,21 @@ def test_readiness_says_why_an_instance_does_not_serve() -> None:
         assert engine.readiness() == "ended by an internal error: the log says which; restart this instance"
         engine.failed.clear()
 
-    with_store(story)
+    with_store(scenario)
 
 
 def test_in_a_cluster_an_instance_without_shards_is_ready() -> None:
-    async def story(pair: Pair) -> None:
+    async def scenario(pair: Pair) -> None:
         await pair.enter()
         b = await pair.enter()
         assert not b.engine.shards
         assert b.engine.readiness() is None
 
-    of_pair(story)
+    of_pair(scenario)
 
 
-def test_where_nobody_else_can_serve_an_instance_is_ready_when_all_shards_are_claimed() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_on_an_exclusive_store_an_instance_is_ready_when_all_shards_are_claimed() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         assert world.engine.readiness() is None
         store.fail("claim", Fault.UNAVAILABLE)
         await world.service.create_namespace(NamespaceSpec(name="wider", num_shards=4))
@@ -336,35 +336,35 @@ def test_where_nobody_else_can_serve_an_instance_is_ready_when_all_shards_are_cl
         await asyncio.sleep(3)
         assert world.engine.readiness() is None
 
-    with_store(story, ExclusiveStore)
+    with_store(scenario, ExclusiveStore)
 
 
 # --- reading the cluster --------------------------------------------------------------------------
 
 
-def test_shards_of_a_namespace_that_another_instance_made_are_claimed_within_seconds() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_shards_of_a_namespace_that_another_instance_created_are_claimed_within_seconds() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         [default] = await store.database.namespaces()
         await store.database.ensure_shards(8)
         await store.database.put_namespace(replace(default, name="wider", num_shards=8), None)
         await asyncio.sleep(2.5)
         assert len(world.engine.shards) == 8
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_once_everything_is_in_its_place_the_shards_are_read_every_few_seconds_only() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_while_the_cluster_is_balanced_the_shards_are_read_every_few_seconds_only() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await asyncio.sleep(20)
         before = store.calls["shards"]
         await asyncio.sleep(60)
         assert 9 <= store.calls["shards"] - before <= 12
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_where_nobody_else_can_serve_the_shards_are_not_read_again() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_on_an_exclusive_store_the_shards_are_not_read_again() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await asyncio.sleep(5)
         before = dict(store.calls)
         await asyncio.sleep(60)
@@ -372,11 +372,11 @@ def test_where_nobody_else_can_serve_the_shards_are_not_read_again() -> None:
         assert store.calls["members"] == before["members"]
         assert store.calls["namespaces"] == before["namespaces"]
 
-    with_store(story, ExclusiveStore)
+    with_store(scenario, ExclusiveStore)
 
 
-def test_the_death_of_a_member_is_noticed_when_it_is_due_and_not_a_heartbeat_later() -> None:
-    async def story(pair: Pair) -> None:
+def test_a_member_is_marked_dead_when_that_is_due_and_not_a_heartbeat_later() -> None:
+    async def scenario(pair: Pair) -> None:
         a = await pair.enter(engine__heartbeat_interval="400ms")
         b = await pair.enter(engine__heartbeat_interval="400ms")
         await asyncio.sleep(10.3)
@@ -388,14 +388,14 @@ def test_the_death_of_a_member_is_noticed_when_it_is_due_and_not_a_heartbeat_lat
         assert a.clock.boot_ms() - last_beat_ms <= 3_501 + 60
         assert pair.lines[0].calls["heartbeat"] - beats <= 12, "and until then no sooner than usual"
 
-    of_pair(story)
+    of_pair(scenario)
 
 
 @pytest.mark.parametrize("call", ["members", "namespaces", "join"])
-def test_what_keeps_an_instance_from_looking_at_the_cluster_is_in_the_log(
+def test_an_error_while_reading_the_cluster_state_is_logged_and_so_is_its_end(
     call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         store.fail(call, *[Fault.UNAVAILABLE] * 2)
         if call == "join":
             [me] = await store.database.members()
@@ -405,11 +405,11 @@ def test_what_keeps_an_instance_from_looking_at_the_cluster_is_in_the_log(
         assert caplog.text.count("cluster state is readable again") >= 1
 
     with caplog.at_level("INFO", "duetime"):
-        with_store(story)
+        with_store(scenario)
 
 
-def test_a_look_that_hangs_is_not_begun_a_second_time() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_read_of_the_cluster_that_hangs_is_not_begun_a_second_time() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         before = store.calls["members"]
         held = store.hold("members")
         await asyncio.sleep(20)
@@ -417,11 +417,11 @@ def test_a_look_that_hangs_is_not_begun_a_second_time() -> None:
         assert world.engine.membership.may_fire(), "heartbeats do not wait for it"
         held.set()
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_where_nobody_else_can_serve_a_clock_that_is_off_releases_nothing() -> None:
-    async def told(clock: VirtualClock) -> None:
+def test_on_an_exclusive_store_a_clock_that_is_off_releases_nothing() -> None:
+    async def run(clock: VirtualClock) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         store = HookedStore(ExclusiveStore(clock))
@@ -435,16 +435,16 @@ def test_where_nobody_else_can_serve_a_clock_that_is_off_releases_nothing() -> N
         assert store.calls["release"] == 0
         await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 # --- purging --------------------------------------------------------------------------------------
 
 
-def test_every_shard_is_purged_once_a_minute_and_one_in_trouble_waits_for_the_next(
+def test_every_shard_is_purged_once_a_minute_and_one_that_failed_waits_for_the_next_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         purged: list[int] = []
         purge = world.engine._purge
 
@@ -464,7 +464,7 @@ def test_every_shard_is_purged_once_a_minute_and_one_in_trouble_waits_for_the_ne
         assert "timers are purged again" in caplog.text
 
     with caplog.at_level("INFO", "duetime"):
-        with_store(story, namespaces__default_num_shards=3)
+        with_store(scenario, namespaces__default_num_shards=3)
 
 
 class OneShardInTrouble(MemoryStore):
@@ -478,18 +478,18 @@ class OneShardInTrouble(MemoryStore):
         ]
 
 
-def test_a_shard_whose_purge_fails_alone_is_reported_and_not_asked_again_at_once() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_shard_whose_purge_fails_alone_is_reported_and_not_purged_again_at_once() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         troubles: list[StoreError] = []
         assert await world.engine._purge(list(world.engine.shards.values()), troubles) == []
         assert [str(trouble) for trouble in troubles] == ["no quorum"]
         assert len(world.engine.shards) == 2
 
-    with_store(story, OneShardInTrouble, namespaces__default_num_shards=2)
+    with_store(scenario, OneShardInTrouble, namespaces__default_num_shards=2)
 
 
-def test_nothing_is_purged_before_its_time_and_everything_after_it_however_much_it_is() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_nothing_is_purged_before_its_time_and_everything_after_it() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         now_ms = world.clock.wall_ms()
         ends = [make_reached(make_timer(f"n-{n}"), purge_at_ms=now_ms + 100_000) for n in range(2_500)]
         await store.database.commit([Batch(world.engine.shards[0].fence, reached=ends)])
@@ -498,11 +498,11 @@ def test_nothing_is_purged_before_its_time_and_everything_after_it_however_much_
         await asyncio.sleep(70)
         assert list(store.database._shards[0].all_reached()) == []
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_shard_that_recovers_is_not_purged_meanwhile() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_shard_is_not_purged_while_it_recovers() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         now_ms = world.clock.wall_ms()
         end = make_reached(make_timer(), purge_at_ms=now_ms + 1_000)
         await store.database.commit([Batch(world.engine.shards[0].fence, reached=[end])])
@@ -513,11 +513,11 @@ def test_a_shard_that_recovers_is_not_purged_meanwhile() -> None:
         await asyncio.sleep(60)
         assert list(store.database._shards[0].all_reached()) == []
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_shard_found_lost_by_a_purge_is_dropped_and_its_commit_under_way_is_told_unknown() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_shard_found_lost_by_a_purge_is_dropped_and_its_commit_in_flight_is_answered_unknown() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         shard = world.engine.shards[0]
         committing = store.hold("commit")
         create = creating(world)
@@ -529,11 +529,11 @@ def test_a_shard_found_lost_by_a_purge_is_dropped_and_its_commit_under_way_is_to
             await create
         committing.set()
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_purge_that_was_overtaken_by_a_recovery_does_not_take_the_shard_for_lost() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_purge_that_ends_after_a_recovery_does_not_count_the_shard_as_lost() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         shard = world.engine.shards[0]
 
         async def recovered_meanwhile() -> None:
@@ -546,13 +546,13 @@ def test_a_purge_that_was_overtaken_by_a_recovery_does_not_take_the_shard_for_lo
         assert not shard.dropped
         assert (await row_of(store)).fence == shard.fence
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_purge_during_a_recovery_does_not_take_the_shard_for_lost() -> None:
+def test_a_purge_during_a_recovery_does_not_count_the_shard_as_lost() -> None:
     """The new claim is made, and its owner is still reading what the old commit has left."""
 
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         shard, reading = world.engine.shards[0], store.hold("get_many")
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
         create = creating(world)
@@ -564,14 +564,14 @@ def test_a_purge_during_a_recovery_does_not_take_the_shard_for_lost() -> None:
         reading.set()
         await create
 
-    with_store(story)
+    with_store(scenario)
 
 
 # --- sweeps and counters --------------------------------------------------------------------------
 
 
-def test_when_the_lease_is_renewed_what_has_become_due_fires_at_once() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_when_the_lease_is_renewed_timers_that_became_due_fire_at_once() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await asyncio.sleep(0.7)
         store.fail("heartbeat", *[Fault.UNAVAILABLE] * 9)
         await world.create("a", 4_000)
@@ -584,13 +584,13 @@ def test_when_the_lease_is_renewed_what_has_become_due_fires_at_once() -> None:
         [(fired_at_ms, _, _)] = world.destinations.calls
         assert fired_at_ms <= renewed_ms, "it waits for no sweep"
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_once_a_second_everything_that_a_lost_wake_up_could_delay_is_looked_at(
+def test_once_a_second_everything_that_a_lost_wake_up_could_delay_is_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         calls: Counter[str] = Counter()
 
         def count(thing: object, name: str) -> None:
@@ -616,11 +616,11 @@ def test_once_a_second_everything_that_a_lost_wake_up_could_delay_is_looked_at(
         assert calls["wake"] == 30, "and with both heartbeats of a second"
         assert (engine.telemetry.loop_lag_seconds.count, engine.telemetry.loop_lag_seconds.sum) == (10, 0.0)
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_what_is_written_and_deleted_is_counted_in_memory_and_taken_out_of_the_heap() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_created_and_deleted_timers_are_counted_and_removed_from_the_heap() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         engine = world.engine
         await asyncio.sleep(2)
         for number in range(3):
@@ -632,13 +632,13 @@ def test_what_is_written_and_deleted_is_counted_in_memory_and_taken_out_of_the_h
             await world.service.delete(TimerKey("default", f"t{number}"))
         assert (engine.counters.weight, len(engine.fire_loop.armed_tickets())) == (0, 0)
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_spec_without_a_shard_waits_for_the_shard() -> None:
+def test_a_create_whose_shard_is_not_owned_yet_waits_for_it() -> None:
     """The claims come late: a create waits for them, and is neither lost nor made twice."""
 
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.ownership.release(list(world.engine.shards.values()))
         claimed = store.hold("claim")
         spec = TimerSpec(namespace="default", timer_id="a", delay_ms=2_000, callback_url=URL)
@@ -649,11 +649,11 @@ def test_a_spec_without_a_shard_waits_for_the_shard() -> None:
         await asyncio.sleep(5)
         assert world.destinations.called() == ["a"]
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_reading_that_was_overtaken_by_a_write_is_made_again() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_read_during_which_the_timer_was_written_is_made_again() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         async def meanwhile() -> None:
             await world.create("a", 20_000, payload="2")
 
@@ -663,4 +663,4 @@ def test_a_reading_that_was_overtaken_by_a_write_is_made_again() -> None:
         assert found.timer is not None
         assert found.timer.payload == "2"
 
-    with_store(story)
+    with_store(scenario)

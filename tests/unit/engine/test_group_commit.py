@@ -37,7 +37,7 @@ FAR_MS = START_WALL_MS + 1_000_000_000
 Answers = Sequence[Committed | StoreError]
 
 
-class Street:
+class Harness:
     """A lane, its shards, and what surrounds them."""
 
     def __init__(self, clock: VirtualClock, shards: int, **capabilities: Any) -> None:
@@ -55,7 +55,7 @@ class Street:
         self.counters = Counters(writes_waiting_max=100_000)
         self.running: asyncio.Future[None] | None = None
         self.telemetry = Telemetry()
-        self.lane = GroupCommit(
+        self.group_commit = GroupCommit(
             cast(Store, self),
             clock,
             self.telemetry,
@@ -89,7 +89,7 @@ class Street:
     def add_weight(self, weight: int) -> None: ...
 
     def enqueue(self, shard: Shard) -> None:
-        self.lane.enqueue(shard)
+        self.group_commit.enqueue(shard)
 
     def boot_ms(self) -> int:
         return self.clock.boot_ms()
@@ -102,86 +102,86 @@ class Street:
         return [self.put(shard, f"t{number}") for number in range(count)]
 
 
-def on_a_street(story: Callable[[Street], Awaitable[None]], shards: int = 3, **capabilities: Any) -> None:
-    async def told(clock: VirtualClock) -> None:
-        street = Street(clock, shards, **capabilities)
-        running = street.running = asyncio.ensure_future(street.lane.run())
+def with_harness(scenario: Callable[[Harness], Awaitable[None]], shards: int = 3, **capabilities: Any) -> None:
+    async def run(clock: VirtualClock) -> None:
+        harness = Harness(clock, shards, **capabilities)
+        running = harness.running = asyncio.ensure_future(harness.group_commit.run())
         await asyncio.sleep(0)
         try:
-            await story(street)
+            await scenario(harness)
         finally:
             running.cancel()
-        assert street.counters.writes_waiting == sum(
-            len(shard.pending) + len(shard.committing) for shard in street.shards
+        assert harness.counters.writes_waiting == sum(
+            len(shard.pending) + len(shard.committing) for shard in harness.shards
         )
 
-    run_virtual(told)
+    run_virtual(run)
 
 
-class TestGathering:
-    def test_what_comes_together_is_committed_together_and_what_comes_meanwhile_in_the_next(self) -> None:
-        async def story(street: Street) -> None:
-            street.seconds = 1
-            first = [street.put(0), street.put(1), street.put(0, "b")]
+class TestBatching:
+    def test_writes_that_arrive_together_are_committed_together_and_later_ones_with_the_next_commit(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.seconds = 1
+            first = [harness.put(0), harness.put(1), harness.put(0, "b")]
             await asyncio.sleep(0.5)
-            second = [street.put(2), street.put(0)]
+            second = [harness.put(2), harness.put(0)]
             await asyncio.gather(*first, *second)
-            assert street.commits == [{0: 2, 1: 1}, {2: 1, 0: 1}]
-            assert street.at == [0, 1]
-            assert street.told_committed == 2
+            assert harness.commits == [{0: 2, 1: 1}, {2: 1, 0: 1}]
+            assert harness.at == [0, 1]
+            assert harness.told_committed == 2
             await asyncio.sleep(10)
-            assert len(street.commits) == 2
-            assert not street.lane._wake.is_set(), "it waits, and does not turn in circles"
+            assert len(harness.commits) == 2
+            assert not harness.group_commit._wake.is_set(), "it waits, and does not turn in circles"
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_a_commit_is_bounded_by_rows_and_goes_on_where_it_stopped(self) -> None:
-        async def story(street: Street) -> None:
-            asked = [*street.puts(0, 3), *street.puts(1, 3), *street.puts(2, 1)]
+    def test_a_commit_is_limited_by_rows_and_the_next_one_goes_on_where_it_stopped(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            asked = [*harness.puts(0, 3), *harness.puts(1, 3), *harness.puts(2, 1)]
             await asyncio.gather(*asked)
-            assert street.commits == [{0: 3, 1: 2}, {2: 1, 1: 1}]
+            assert harness.commits == [{0: 3, 1: 2}, {2: 1, 1: 1}]
 
-        on_a_street(story, batch_max=5)
+        with_harness(scenario, batch_max=5)
 
     def test_a_shard_that_has_more_than_a_batch_takes_turns_with_the_others(self) -> None:
-        async def story(street: Street) -> None:
-            asked = [*street.puts(0, 12), *street.puts(1, 2)]
+        async def scenario(harness: Harness) -> None:
+            asked = [*harness.puts(0, 12), *harness.puts(1, 2)]
             await asyncio.gather(*asked)
-            assert street.commits == [{0: 5}, {1: 2, 0: 3}, {0: 4}]
+            assert harness.commits == [{0: 5}, {1: 2, 0: 3}, {0: 4}]
 
-        on_a_street(story, batch_max=5)
+        with_harness(scenario, batch_max=5)
 
-    def test_a_commit_is_bounded_by_characters(self) -> None:
-        async def story(street: Street) -> None:
-            asked = [street.put(shard, f"t{n}", payload="x" * 1_000) for shard in range(3) for n in range(2)]
+    def test_a_commit_is_limited_by_characters(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            asked = [harness.put(shard, f"t{n}", payload="x" * 1_000) for shard in range(3) for n in range(2)]
             await asyncio.gather(*asked)
-            assert street.commits == [{0: 2, 1: 1}, {2: 2, 1: 1}]
+            assert harness.commits == [{0: 2, 1: 1}, {2: 2, 1: 1}]
 
-        on_a_street(story, batch_chars_max=3_000)
+        with_harness(scenario, batch_chars_max=3_000)
 
-    def test_a_shard_that_cannot_commit_now_is_passed_over(self) -> None:
-        async def story(street: Street) -> None:
-            street.put(0)
-            second = street.put(1)
-            street.shards[0].start_recovery()
+    def test_a_shard_that_cannot_commit_now_is_skipped(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.put(0)
+            second = harness.put(1)
+            harness.shards[0].start_recovery()
             await second
-            assert street.commits == [{1: 1}]
+            assert harness.commits == [{1: 1}]
 
-        on_a_street(story)
+        with_harness(scenario)
 
 
 class TestLowWater:
-    def test_it_is_carried_upwards_with_a_commit_every_ten_seconds_by_each_shard(self) -> None:
-        async def story(street: Street) -> None:
+    def test_it_is_raised_with_a_commit_of_each_shard_every_ten_seconds(self) -> None:
+        async def scenario(harness: Harness) -> None:
             async def low_water_after(shard_id: int, second: int) -> Any:
-                shard = street.shards[shard_id]
+                shard = harness.shards[shard_id]
                 shard.begin_load()
                 shard.end_load(Page([], None), START_WALL_MS + second)
-                await street.put(shard_id)
-                return street.batches[-1].low_water
+                await harness.put(shard_id)
+                return harness.batches[-1].low_water
 
             assert await low_water_after(0, 1) == end_of(START_WALL_MS)
-            assert street.shards[0].low_water == end_of(START_WALL_MS)
+            assert harness.shards[0].low_water == end_of(START_WALL_MS)
             assert await low_water_after(1, 1) == end_of(START_WALL_MS)
             await asyncio.sleep(9.999)
             assert await low_water_after(0, 2) is None
@@ -190,276 +190,278 @@ class TestLowWater:
             await asyncio.sleep(9.999)
             assert await low_water_after(0, 4) is None
 
-        on_a_street(story)
+        with_harness(scenario)
 
 
 class TestFailures:
     def test_a_commit_of_several_shards_that_fails_is_tried_shard_by_shard(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [StoreUnavailable("no")]
-            await asyncio.gather(street.put(0), street.put(1), street.put(2))
-            assert street.commits == [{0: 1, 1: 1, 2: 1}, {0: 1}, {1: 1}, {2: 1}]
-            assert street.at == [0, 0, 0, 0], "at once: only one of them may be the reason"
-            await asyncio.gather(street.put(0), street.put(1), street.put(2))
-            assert street.commits[4:] == [{0: 1, 1: 1, 2: 1}], "and together again once that worked"
-            assert len(street.lane._alone) == 0
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [StoreUnavailable("no")]
+            await asyncio.gather(harness.put(0), harness.put(1), harness.put(2))
+            assert harness.commits == [{0: 1, 1: 1, 2: 1}, {0: 1}, {1: 1}, {2: 1}]
+            assert harness.at == [0, 0, 0, 0], "at once: only one of them may be the reason"
+            await asyncio.gather(harness.put(0), harness.put(1), harness.put(2))
+            assert harness.commits[4:] == [{0: 1, 1: 1, 2: 1}], "and together again once that worked"
+            assert len(harness.group_commit._alone) == 0
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_those_that_are_tried_alone_do_not_take_others_with_them(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [StoreUnavailable("no")]
-            street.seconds = 0.01
-            asked = [street.put(0), street.put(1)]
+    def test_a_shard_that_is_tried_alone_is_committed_without_others_before_it(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [StoreUnavailable("no")]
+            harness.seconds = 0.01
+            asked = [harness.put(0), harness.put(1)]
             await asyncio.sleep(0.005)
-            asked.append(street.put(2))
+            asked.append(harness.put(2))
             await asyncio.gather(*asked)
-            assert street.commits == [{0: 1, 1: 1}, {2: 1}, {0: 1}, {1: 1}]
+            assert harness.commits == [{0: 1, 1: 1}, {2: 1}, {0: 1}, {1: 1}]
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_nor_others_that_come_later(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [StoreUnavailable("no")]
-            street.seconds = 0.01
-            asked = [street.put(0), street.put(1)]
+    def test_a_shard_that_is_tried_alone_is_committed_without_others_after_it(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [StoreUnavailable("no")]
+            harness.seconds = 0.01
+            asked = [harness.put(0), harness.put(1)]
             await asyncio.sleep(0.015)
-            asked.append(street.put(2))
+            asked.append(harness.put(2))
             await asyncio.gather(*asked)
-            assert street.commits == [{0: 1, 1: 1}, {0: 1}, {1: 1}, {2: 1}]
+            assert harness.commits == [{0: 1, 1: 1}, {0: 1}, {1: 1}, {2: 1}]
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_one_that_fails_by_itself_rests_longer_and_longer_up_to_a_second(self) -> None:
-        async def story(street: Street) -> None:
-            street.poison = "a"
-            street.put(0)
+    def test_a_shard_that_fails_alone_is_paused_longer_each_time_up_to_a_second(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.poison = "a"
+            harness.put(0)
             await asyncio.sleep(4)
-            pauses = [round(after - before, 6) for before, after in zip(street.at, street.at[1:], strict=False)]
+            pauses = [round(after - before, 6) for before, after in zip(harness.at, harness.at[1:], strict=False)]
             assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1, 1]
-            assert street.lane._failure_log.reason == "poison"
-            street.poison = ""
+            assert harness.group_commit._failure_log.reason == "poison"
+            harness.poison = ""
             await asyncio.sleep(1)
-            assert street.shards[0].is_quiet
-            assert street.lane._failure_log.reason == ""
-            street.poison = "a"
-            street.at.clear()
-            street.put(0)
+            assert harness.shards[0].is_quiet
+            assert harness.group_commit._failure_log.reason == ""
+            harness.poison = "a"
+            harness.at.clear()
+            harness.put(0)
             await asyncio.sleep(0.03)
-            assert [round(b - a, 6) for a, b in zip(street.at, street.at[1:], strict=False)] == [0.02], "from the start"
+            assert [round(b - a, 6) for a, b in zip(harness.at, harness.at[1:], strict=False)] == [0.02], (
+                "from the start"
+            )
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_while_it_rests_it_is_not_tried_whatever_is_written(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [StoreUnavailable("no")]
-            street.put(0)
+    def test_a_paused_shard_is_not_tried_whatever_is_written(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [StoreUnavailable("no")]
+            harness.put(0)
             await asyncio.sleep(0.01)
-            street.put(0, "b")
-            other = street.put(1)
+            harness.put(0, "b")
+            other = harness.put(1)
             await other
-            assert street.commits == [{0: 1}, {1: 1}]
+            assert harness.commits == [{0: 1}, {1: 1}]
             await asyncio.sleep(0.02)
-            assert street.commits[2] == {0: 1}, "half of what failed"
-            assert street.commits[3:] == [{0: 1}]
+            assert harness.commits[2] == {0: 1}, "half of what failed"
+            assert harness.commits[3:] == [{0: 1}]
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_nor_if_it_was_written_while_the_commit_was_on_its_way(self) -> None:
-        async def story(street: Street) -> None:
-            street.seconds = 0.01
-            street.answers = [StoreUnavailable("no")]
-            street.put(0)
+    def test_a_paused_shard_is_not_tried_if_it_was_written_while_the_commit_was_in_flight(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.seconds = 0.01
+            harness.answers = [StoreUnavailable("no")]
+            harness.put(0)
             await asyncio.sleep(0.005)
-            await street.put(0, "b")
-            assert street.at[1] == pytest.approx(0.03)
+            await harness.put(0, "b")
+            assert harness.at[1] == pytest.approx(0.03)
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_of_two_the_one_that_is_not_the_reason_waits_for_a_moment_only(self) -> None:
-        async def story(street: Street) -> None:
-            street.poison = "a"
-            street.put(0, "a")
-            await street.put(0, "b")
-            assert street.at == [0, pytest.approx(0.02), pytest.approx(0.04)]
+    def test_of_two_shards_the_one_that_is_not_the_reason_waits_only_a_little(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.poison = "a"
+            harness.put(0, "a")
+            await harness.put(0, "b")
+            assert harness.at == [0, pytest.approx(0.02), pytest.approx(0.04)]
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_its_batch_is_halved_until_the_reason_is_found_and_grows_again(self) -> None:
-        async def story(street: Street) -> None:
-            street.poison = "t15"
-            asked = street.puts(0, 16)
+    def test_a_failed_batch_is_halved_until_the_reason_is_found_and_grows_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.poison = "t15"
+            asked = harness.puts(0, 16)
             await asyncio.sleep(0.15)
             assert [future.done() for future in asked] == [True] * 15 + [False]
-            sizes = [commit[0] for commit in street.commits]
+            sizes = [commit[0] for commit in harness.commits]
             assert sizes[:2] == [16, 8]
-            assert street.at[1] == pytest.approx(0.02), "a moment's rest"
-            assert max(street.at[: sizes.index(1) + 1]) < 0.15, "and no longer while it can be halved"
-            street.poison = ""
+            assert harness.at[1] == pytest.approx(0.02), "a moment's rest"
+            assert max(harness.at[: sizes.index(1) + 1]) < 0.15, "and no longer while it can be halved"
+            harness.poison = ""
             await asyncio.gather(*asked)
-            street.commits.clear()
+            harness.commits.clear()
             for _ in range(6):
-                await asyncio.gather(*street.puts(0, 20))
-            assert [commit[0] for commit in street.commits][-1] == 20
-            assert len(street.lane._rows_max) == 0
+                await asyncio.gather(*harness.puts(0, 20))
+            assert [commit[0] for commit in harness.commits][-1] == 20
+            assert len(harness.group_commit._rows_max) == 0
 
-        on_a_street(story, batch_max=20)
+        with_harness(scenario, batch_max=20)
 
-    def test_the_room_doubles_with_each_success(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [StoreUnavailable("no")]
-            asked = street.puts(0, 16)
+    def test_the_rows_of_a_batch_double_with_each_success(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [StoreUnavailable("no")]
+            asked = harness.puts(0, 16)
             await asyncio.gather(*asked)
-            assert [commit[0] for commit in street.commits] == [16, 8, 8]
-            assert street.lane._rows_max == {}
-            street.commits.clear()
-            street.answers = [StoreUnavailable("no"), StoreUnavailable("no"), StoreUnavailable("no")]
-            await asyncio.gather(*street.puts(0, 16))
-            assert [commit[0] for commit in street.commits] == [16, 8, 4, 2, 4, 8, 2]
+            assert [commit[0] for commit in harness.commits] == [16, 8, 8]
+            assert harness.group_commit._rows_max == {}
+            harness.commits.clear()
+            harness.answers = [StoreUnavailable("no"), StoreUnavailable("no"), StoreUnavailable("no")]
+            await asyncio.gather(*harness.puts(0, 16))
+            assert [commit[0] for commit in harness.commits] == [16, 8, 4, 2, 4, 8, 2]
 
-        on_a_street(story, batch_max=16)
+        with_harness(scenario, batch_max=16)
 
-    def test_one_that_is_alone_in_its_batch_is_not_halved_away(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [StoreUnavailable("no"), StoreUnavailable("no")]
-            await street.put(0)
-            assert street.commits == [{0: 1}] * 3
+    def test_a_batch_of_one_write_is_not_halved_to_none(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [StoreUnavailable("no"), StoreUnavailable("no")]
+            await harness.put(0)
+            assert harness.commits == [{0: 1}] * 3
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_one_that_asks_for_less_rests_also_if_it_was_not_alone(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [StoreThrottled("slow down")]
-            await asyncio.gather(street.put(0), street.put(1))
-            assert street.at[0] == 0
-            assert street.at[1] == pytest.approx(0.02)
+    def test_a_throttled_shard_is_paused_also_if_it_was_not_alone(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [StoreThrottled("slow down")]
+            await asyncio.gather(harness.put(0), harness.put(1))
+            assert harness.at[0] == 0
+            assert harness.at[1] == pytest.approx(0.02)
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_each_batch_of_a_commit_may_fare_by_itself(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [[Committed(), StoreUnavailable("no"), OutcomeUnknown("who knows")]]
-            asked = [street.put(0), street.put(1), street.put(2)]
+    def test_each_batch_of_a_commit_has_its_own_result(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [[Committed(), StoreUnavailable("no"), OutcomeUnknown("who knows")]]
+            asked = [harness.put(0), harness.put(1), harness.put(2)]
             await asked[0]
-            assert street.told_committed == 1
+            assert harness.told_committed == 1
             assert not asked[1].done()
-            assert street.unknown == [2]
-            assert street.shards[2].committing
+            assert harness.unknown == [2]
+            assert harness.shards[2].committing
             await asked[1]
-            assert street.commits == [{0: 1, 1: 1, 2: 1}, {1: 1}]
-            assert street.at[1] == pytest.approx(0.02)
+            assert harness.commits == [{0: 1, 1: 1, 2: 1}, {1: 1}]
+            assert harness.at[1] == pytest.approx(0.02)
 
-        on_a_street(story)
+        with_harness(scenario)
 
     def test_an_unknown_outcome_is_recovered_and_not_tried_again_by_itself(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [OutcomeUnknown("who knows")]
-            writing = street.put(0)
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [OutcomeUnknown("who knows")]
+            writing = harness.put(0)
             await asyncio.sleep(5)
-            assert street.unknown == [0]
-            assert street.lane._failure_log.reason == "", "that is for refused ones"
-            assert len(street.commits) == 1
-            assert street.told_committed == 0
+            assert harness.unknown == [0]
+            assert harness.group_commit._failure_log.reason == "", "that is for refused ones"
+            assert len(harness.commits) == 1
+            assert harness.told_committed == 0
             key = TimerKey("test", "a")
-            street.shards[0].finish_recovery(ShardRow(0, 2, 2, "me"), {key: Found()})
+            harness.shards[0].finish_recovery(ShardRow(0, 2, 2, "me"), {key: Found()})
             await writing
-            assert len(street.commits) == 2
+            assert len(harness.commits) == 2
 
-        on_a_street(story)
+        with_harness(scenario)
 
     def test_a_refused_shard_is_lost_and_the_others_are_committed(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [[ShardLost(), Committed()]]
-            first, second = street.put(0), street.put(1)
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [[ShardLost(), Committed()]]
+            first, second = harness.put(0), harness.put(1)
             await second
-            assert street.lost == [0]
+            assert harness.lost == [0]
             assert not first.done()
-            assert street.shards[0].committing, "whoever drops it tells them"
-            assert street.told_committed == 1
+            assert harness.shards[0].committing, "whoever drops it tells them"
+            assert harness.told_committed == 1
 
-        on_a_street(story)
+        with_harness(scenario)
 
     def test_a_store_that_does_not_answer_for_every_batch_is_an_internal_error(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [[Committed()]]
-            street.put(0)
-            street.put(1)
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [[Committed()]]
+            harness.put(0)
+            harness.put(1)
             await asyncio.sleep(1)
-            assert street.running is not None
-            assert isinstance(street.running.exception(), ValueError)
+            assert harness.running is not None
+            assert isinstance(harness.running.exception(), ValueError)
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_of_a_shard_that_was_dropped_meanwhile_nothing_is_settled(self) -> None:
-        async def story(street: Street) -> None:
-            street.seconds = 1
-            street.answers = [[StoreUnavailable("no"), Committed()]]
-            first, second = street.put(0), street.put(1)
+    def test_a_result_for_a_shard_that_was_dropped_meanwhile_is_ignored(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.seconds = 1
+            harness.answers = [[StoreUnavailable("no"), Committed()]]
+            first, second = harness.put(0), harness.put(1)
             await asyncio.sleep(0.5)
-            street.shards[0].drop(NotOwner())
+            harness.shards[0].drop(NotOwner())
             assert isinstance(first.exception(), NotOwner)
             await second
             await asyncio.sleep(5)
-            assert len(street.commits) == 1
+            assert len(harness.commits) == 1
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_one_that_is_given_away_meanwhile_has_its_commit_settled(self) -> None:
-        async def story(street: Street) -> None:
-            street.seconds = 1
-            street.answers = [StoreUnavailable("no")]
-            writing = street.put(0)
+    def test_a_closing_shard_still_gets_the_result_of_its_commit(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.seconds = 1
+            harness.answers = [StoreUnavailable("no")]
+            writing = harness.put(0)
             await asyncio.sleep(0.5)
-            street.shards[0].close()
+            harness.shards[0].close()
             await writing
-            assert len(street.commits) == 2
-            assert street.shards[0].is_quiet
+            assert len(harness.commits) == 2
+            assert harness.shards[0].is_quiet
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_one_that_was_dropped_meanwhile_is_not_lost_once_more(self) -> None:
-        async def story(street: Street) -> None:
-            street.seconds = 1
-            street.answers = [[ShardLost(), OutcomeUnknown(), Committed()]]
-            street.put(0)
-            street.put(1)
-            third = street.put(2)
+    def test_a_shard_that_was_dropped_meanwhile_is_not_lost_once_more(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.seconds = 1
+            harness.answers = [[ShardLost(), OutcomeUnknown(), Committed()]]
+            harness.put(0)
+            harness.put(1)
+            third = harness.put(2)
             await asyncio.sleep(0.5)
-            for shard in street.shards[:2]:
+            for shard in harness.shards[:2]:
                 shard.drop(NotOwner())
             await third
-            assert (street.lost, street.unknown) == ([], [])
+            assert (harness.lost, harness.unknown) == ([], [])
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_one_that_was_dropped_while_it_rested_does_not_come_back(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [StoreUnavailable("no")]
-            writing = street.put(0)
+    def test_a_shard_that_was_dropped_while_it_was_paused_is_not_enqueued_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [StoreUnavailable("no")]
+            writing = harness.put(0)
             await asyncio.sleep(0.01)
-            street.shards[0].drop(NotOwner())
+            harness.shards[0].drop(NotOwner())
             assert writing.done()
             await asyncio.sleep(1)
-            assert len(street.commits) == 1
-            assert len(street.lane._paused) == 0
+            assert len(harness.commits) == 1
+            assert len(harness.group_commit._paused) == 0
 
-        on_a_street(story)
+        with_harness(scenario)
 
-    def test_one_that_rested_and_has_nothing_to_write_any_more_is_quiet(self) -> None:
-        async def story(street: Street) -> None:
-            street.answers = [StoreUnavailable("no")]
-            street.put(0)
+    def test_a_paused_shard_without_pending_writes_is_not_enqueued_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.answers = [StoreUnavailable("no")]
+            harness.put(0)
             await asyncio.sleep(0.01)
-            street.shards[0].expire(street.clock.boot_ms() + 1)
+            harness.shards[0].expire(harness.clock.boot_ms() + 1)
             await asyncio.sleep(1)
-            assert len(street.commits) == 1
-            await street.put(0)
-            assert len(street.commits) == 2
+            assert len(harness.commits) == 1
+            await harness.put(0)
+            assert len(harness.commits) == 2
 
-        on_a_street(story)
+        with_harness(scenario)
 
 
-class Shelf:
+class ReadStore:
     def __init__(self) -> None:
         self.calls: list[int] = []
         self.error: Exception | None = None
@@ -472,10 +474,10 @@ class Shelf:
         return [Found(make_timer(key.timer_id, shard_id)) for shard_id, key in keys]
 
 
-class TestLookup:
-    def test_what_is_asked_in_one_turn_is_read_in_one_call_and_each_gets_his_own(self) -> None:
-        async def story(clock: VirtualClock) -> None:
-            shelf = Shelf()
+class TestBatchedReader:
+    def test_keys_asked_for_in_one_iteration_of_the_loop_are_read_in_one_call(self) -> None:
+        async def scenario(clock: VirtualClock) -> None:
+            shelf = ReadStore()
             lookup = BatchedReader(cast(Store, shelf))
             keys = [(shard_id, TimerKey("test", name)) for shard_id in (1, 2) for name in ("a", "b", "a")]
             found = await asyncio.gather(*(lookup.find(*key) for key in keys))
@@ -486,11 +488,11 @@ class TestLookup:
             await asyncio.sleep(0)
             assert not lookup._tasks
 
-        run_virtual(story)
+        run_virtual(scenario)
 
-    def test_a_reading_under_way_is_referenced_or_it_might_be_collected(self) -> None:
-        async def story(clock: VirtualClock) -> None:
-            lookup = BatchedReader(cast(Store, Shelf()))
+    def test_a_read_in_flight_is_referenced_so_that_it_is_not_garbage_collected(self) -> None:
+        async def scenario(clock: VirtualClock) -> None:
+            lookup = BatchedReader(cast(Store, ReadStore()))
             asked = [asyncio.ensure_future(lookup.find(1, TimerKey("test", name))) for name in "aab"]
             await asyncio.sleep(0)
             assert len(lookup._tasks) == 1, "one for all"
@@ -498,11 +500,11 @@ class TestLookup:
             assert len(lookup._tasks) == 1
             await asyncio.gather(*asked)
 
-        run_virtual(story)
+        run_virtual(scenario)
 
-    def test_what_is_asked_while_it_reads_is_read_anew(self) -> None:
-        async def story(clock: VirtualClock) -> None:
-            shelf = Shelf()
+    def test_a_key_asked_for_while_a_read_is_in_flight_is_read_again(self) -> None:
+        async def scenario(clock: VirtualClock) -> None:
+            shelf = ReadStore()
             lookup = BatchedReader(cast(Store, shelf))
             first = asyncio.ensure_future(lookup.find(1, TimerKey("test", "a")))
             await asyncio.sleep(0.5)
@@ -510,21 +512,21 @@ class TestLookup:
             await asyncio.gather(first, second)
             assert shelf.calls == [1, 1]
 
-        run_virtual(story)
+        run_virtual(scenario)
 
-    def test_five_hundred_are_read_at_a_time(self) -> None:
-        async def story(clock: VirtualClock) -> None:
-            shelf = Shelf()
+    def test_five_hundred_keys_are_read_at_a_time(self) -> None:
+        async def scenario(clock: VirtualClock) -> None:
+            shelf = ReadStore()
             lookup = BatchedReader(cast(Store, shelf))
             found = await asyncio.gather(*(lookup.find(n, TimerKey("test", f"t{n}")) for n in range(1_200)))
             assert shelf.calls == [500, 500, 200]
             assert [f.timer.execute_at_ms for f in found if f.timer] == list(range(1_200))
 
-        run_virtual(story)
+        run_virtual(scenario)
 
-    def test_an_error_is_told_to_everybody_and_one_who_has_gone_disturbs_nobody(self) -> None:
-        async def story(clock: VirtualClock) -> None:
-            shelf = Shelf()
+    def test_an_error_is_given_to_every_caller_and_a_cancelled_caller_does_not_matter(self) -> None:
+        async def scenario(clock: VirtualClock) -> None:
+            shelf = ReadStore()
             lookup = BatchedReader(cast(Store, shelf))
             asked = [asyncio.ensure_future(lookup.find(1, TimerKey("test", name))) for name in "aab"]
             await asyncio.sleep(0.5)
@@ -540,7 +542,7 @@ class TestLookup:
             await asyncio.wait(asked)
             assert [type(future.exception()) for future in asked[1:]] == [ZeroDivisionError] * 2
 
-        run_virtual(story)
+        run_virtual(scenario)
 
 
 # --- in an engine --------------------------------------------------------------------------------
@@ -576,10 +578,10 @@ class Torn(MemoryStore):
         return results
 
 
-def test_a_batch_that_was_refused_is_tried_again_one_in_doubt_recovered_and_the_others_are_done() -> None:
+def test_a_refused_batch_is_tried_again_one_of_unknown_outcome_is_recovered_and_the_others_are_done() -> None:
     names = [name_in(shard, number) for shard in (REFUSED, UNKNOWN, FINE) for number in range(2)]
 
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         store = world.store
         assert isinstance(store, Torn)
         before = {shard_id: shard.fence for shard_id, shard in world.engine.shards.items()}
@@ -594,11 +596,11 @@ def test_a_batch_that_was_refused_is_tried_again_one_in_doubt_recovered_and_the_
         for name in names:
             assert (await world.get(name)).state is State.DELIVERED
 
-    in_world(story, new_store=Torn)
+    in_world(scenario, new_store=Torn)
 
 
-def test_one_shard_that_is_refused_for_long_costs_nobody_a_shard_and_only_its_own_timers_wait() -> None:
-    async def story(world: World) -> None:
+def test_a_shard_whose_batches_are_refused_for_long_is_not_lost_and_only_its_own_timers_wait() -> None:
+    async def scenario(world: World) -> None:
         store = world.store
         assert isinstance(store, Torn)
         store.times = 1_000_000
@@ -618,7 +620,7 @@ def test_one_shard_that_is_refused_for_long_costs_nobody_a_shard_and_only_its_ow
         assert world.engine.shards[REFUSED].fence == fence
         assert world.engine.telemetry.shards_lost.value == 0
 
-    in_world(story, new_store=Torn)
+    in_world(scenario, new_store=Torn)
 
 
 class Poisoned(MemoryStore):
@@ -633,10 +635,10 @@ class Poisoned(MemoryStore):
 
 
 @pytest.mark.parametrize("how", [StoreUnavailable("too large"), OutcomeUnknown("who knows")])
-def test_a_write_that_can_never_be_applied_keeps_no_other_from_it_and_ends_with_its_users_patience(
+def test_a_write_that_can_never_be_applied_blocks_no_other_and_ends_with_the_write_timeout(
     how: StoreError,
 ) -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         assert isinstance(world.store, Poisoned)
         world.store.how = how
         names = [f"t{n}" for n in range(60)]
@@ -651,15 +653,15 @@ def test_a_write_that_can_never_be_applied_keeps_no_other_from_it_and_ends_with_
             await asyncio.sleep(60)
             assert all(shard.is_quiet for shard in world.engine.shards.values())
 
-    in_world(story, new_store=Poisoned, namespaces__default_num_shards=1)
+    in_world(scenario, new_store=Poisoned, namespaces__default_num_shards=1)
 
 
 class InSmallParts(Torn):
     capabilities = replace(Torn.capabilities, batch_max=5)
 
 
-def test_a_refused_shard_rests_even_if_it_has_more_than_one_batch_waiting() -> None:
-    async def story(world: World) -> None:
+def test_a_refused_shard_is_paused_even_if_it_has_more_than_one_batch_waiting() -> None:
+    async def scenario(world: World) -> None:
         store = world.store
         assert isinstance(store, Torn)
         store.times = 1_000_000
@@ -669,7 +671,7 @@ def test_a_refused_shard_rests_even_if_it_has_more_than_one_batch_waiting() -> N
         store.times = 0
         await asyncio.gather(*asked)
 
-    in_world(story, new_store=InSmallParts)
+    in_world(scenario, new_store=InSmallParts)
 
 
 class Slow(MemoryStore):
@@ -682,8 +684,8 @@ class Slow(MemoryStore):
         return await super().commit(batches)
 
 
-def test_a_write_whose_user_was_told_that_nobody_knows_ends_when_it_turns_out_not_to_be_applied() -> None:
-    async def story(world: World) -> None:
+def test_a_write_whose_caller_was_answered_unknown_is_abandoned_if_it_was_not_applied() -> None:
+    async def scenario(world: World) -> None:
         with pytest.raises(OutcomeUnknown):
             await world.create("late", 3_600_000)
         await asyncio.sleep(20)
@@ -692,7 +694,7 @@ def test_a_write_whose_user_was_told_that_nobody_knows_ends_when_it_turns_out_no
         with pytest.raises(NotFound):
             await world.get("late")
 
-    in_world(story, new_store=Slow)
+    in_world(scenario, new_store=Slow)
 
 
 class Weighed(MemoryStore):
@@ -708,13 +710,13 @@ class Weighed(MemoryStore):
 
 
 @pytest.mark.parametrize("large", [{"headers": {"X-A": "x" * 2_000}}, {"tags": tuple(f"{n:0100}" for n in range(20))}])
-def test_headers_and_tags_weigh_as_payloads_do(large: dict[str, object]) -> None:
-    async def story(world: World) -> None:
+def test_headers_and_tags_count_for_the_size_of_a_commit_as_payloads_do(large: dict[str, object]) -> None:
+    async def scenario(world: World) -> None:
         assert isinstance(world.store, Weighed)
         await asyncio.gather(*(world.create(f"t{n}", 60_000, **large) for n in range(30)))
         assert max(world.store.counts) <= 3
 
-    in_world(story, new_store=Weighed, namespaces__default_num_shards=1)
+    in_world(scenario, new_store=Weighed, namespaces__default_num_shards=1)
 
 
 class HalfBlind(MemoryStore):
@@ -733,8 +735,8 @@ class HalfBlind(MemoryStore):
 
 
 @pytest.mark.parametrize("says", ["alone", "for all"])
-def test_a_shard_that_cannot_be_read_keeps_no_other_from_firing_and_fires_when_it_can(says: str) -> None:
-    async def story(world: World) -> None:
+def test_a_shard_that_cannot_be_read_blocks_no_other_and_fires_when_it_can_be_read(says: str) -> None:
+    async def scenario(world: World) -> None:
         store = world.store
         assert isinstance(store, HalfBlind)
         names = [name_in(shard) for shard in range(16)]
@@ -748,16 +750,16 @@ def test_a_shard_that_cannot_be_read_keeps_no_other_from_firing_and_fires_when_i
         await asyncio.sleep(30)
         assert sorted(world.destinations.called()) == sorted(names)
 
-    in_world(story, new_store=HalfBlind)
+    in_world(scenario, new_store=HalfBlind)
 
 
 @pytest.mark.parametrize("how", [StoreUnavailable("too large"), OutcomeUnknown("who knows")])
-def test_a_write_that_can_never_be_applied_delays_no_other_of_its_commit_by_more_than_a_moment(
+def test_a_write_that_can_never_be_applied_delays_the_others_of_its_commit_only_a_little(
     how: StoreError,
 ) -> None:
     """A commit of several shards is one transaction: its shards are tried one by one, and then its batch in halves."""
 
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         assert isinstance(world.store, Poisoned)
         world.store.how = how
         poison = asyncio.ensure_future(world.create("poison", 3_600_000))
@@ -776,11 +778,11 @@ def test_a_write_that_can_never_be_applied_delays_no_other_of_its_commit_by_more
         assert took_ms[len(took_ms) * 9 // 10] <= 20, "most do not notice it"
         assert took_ms[-1] <= 400, "its neighbours in the same shard wait until it is found"
 
-    in_world(story, new_store=Poisoned)
+    in_world(scenario, new_store=Poisoned)
 
 
 def test_the_pause_after_a_throttled_commit_is_short_again_once_commits_succeed() -> None:
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = FaultyStore(MemoryStore(clock))
         world = World(clock, store.as_store)
         await world.start()
@@ -792,11 +794,11 @@ def test_the_pause_after_a_throttled_commit_is_short_again_once_commits_succeed(
             await asyncio.sleep(60)
         await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
-def test_a_shard_whose_write_is_refused_again_and_again_spoils_the_commit_of_the_others_once() -> None:
-    async def story(world: World) -> None:
+def test_a_shard_whose_write_is_refused_again_and_again_fails_the_commit_of_the_others_once() -> None:
+    async def scenario(world: World) -> None:
         store = world.store
         assert isinstance(store, Poisoned)
         store.how = StoreUnavailable("too large")
@@ -817,4 +819,4 @@ def test_a_shard_whose_write_is_refused_again_and_again_spoils_the_commit_of_the
         poison.cancel()
         assert len(shared) == 1
 
-    in_world(story, new_store=Poisoned)
+    in_world(scenario, new_store=Poisoned)

@@ -34,8 +34,10 @@ ONE_SECOND = Duration(1_000)
 
 
 @pytest.mark.parametrize("fault", [Fault.LOST_THEN_UNKNOWN, Fault.APPLIED_THEN_UNKNOWN])
-def test_who_loses_the_claim_of_a_recovery_drops_the_shard_and_never_uses_the_winners_fence(fault: Fault) -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_an_instance_that_loses_the_claim_of_a_recovery_drops_the_shard_and_never_uses_the_winners_fence(
+    fault: Fault,
+) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         shard, claimed = world.engine.shards[0], store.hold("claim")
         own = shard.fence
         store.fail("commit", fault)
@@ -58,13 +60,13 @@ def test_who_loses_the_claim_of_a_recovery_drops_the_shard_and_never_uses_the_wi
         assert world.destinations.calls == []
         assert world.engine.counters.writes_waiting == 0
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_shard_that_is_lost_while_it_recovers_is_not_taken_up_again() -> None:
+def test_a_shard_that_is_lost_while_it_recovers_is_not_served_again() -> None:
     """The claim was won, but before its timers are read the instance is declared dead."""
 
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         shard = world.engine.shards[0]
         reading = store.hold("get_many")
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
@@ -81,11 +83,11 @@ def test_a_shard_that_is_lost_while_it_recovers_is_not_taken_up_again() -> None:
         assert shard.recovering
         assert world.engine.rows[0] == recovering
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_recovery_is_repeated_with_the_same_claim_and_ever_longer_pauses_until_it_gets_through() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_recovery_is_repeated_with_the_same_claim_and_longer_pauses_until_it_succeeds() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         version = world.engine.shards[0].fence.version
         store.fail("commit", Fault.LOST_THEN_UNKNOWN)
         store.fail("claim", Fault.APPLIED_THEN_UNKNOWN, *[Fault.UNAVAILABLE] * 8)
@@ -103,11 +105,11 @@ def test_a_recovery_is_repeated_with_the_same_claim_and_ever_longer_pauses_until
         assert await stored(store) == "1"
         assert world.engine.telemetry.reclaims.value == 1
 
-    with_store(story, engine__write_timeout="30s")
+    with_store(scenario, engine__write_timeout="30s")
 
 
 def test_a_recovery_reads_all_timers_of_a_large_commit_in_parts() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
         names = [f"t{number}" for number in range(600)]
         reads = store.calls["get_many"]
@@ -118,21 +120,21 @@ def test_a_recovery_reads_all_timers_of_a_large_commit_in_parts() -> None:
         await asyncio.sleep(3)
         assert sorted(world.destinations.called()) == sorted(names)
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_after_a_recovery_the_map_shows_the_new_version() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_after_a_recovery_the_rows_show_the_new_version() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
         await creating(world)
         assert world.engine.rows[0] == await row_of(store)
         assert world.engine.rows[0].fence == world.engine.shards[0].fence
 
-    with_store(story)
+    with_store(scenario)
 
 
 def test_a_shard_that_was_dropped_is_not_claimed_by_its_recovery() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         world.engine.membership.wait_before_claims()  # nothing else claims
         store.fail("commit", Fault.LOST_THEN_UNKNOWN)
         store.fail("claim", *[Fault.UNAVAILABLE] * 3)
@@ -147,11 +149,11 @@ def test_a_shard_that_was_dropped_is_not_claimed_by_its_recovery() -> None:
         assert store.calls["claim"] == claims
         assert (await row_of(store)).version == before.version
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_recovery_that_fails_is_in_the_log_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_recovery_that_fails_is_logged_and_so_is_its_success(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         store.fail("commit", Fault.LOST_THEN_UNKNOWN)
         store.fail("claim", Fault.UNAVAILABLE)
         await creating(world)
@@ -159,14 +161,14 @@ def test_a_recovery_that_fails_is_in_the_log_and_so_is_its_end(caplog: pytest.Lo
         assert caplog.text.count("shards are recovered") == 1
 
     with caplog.at_level("INFO", "duetime"):
-        with_store(story)
+        with_store(scenario)
 
 
 # --- claims ---------------------------------------------------------------------------------------
 
 
 def test_a_claim_that_was_made_under_a_former_id_is_not_served() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         membership = world.engine.membership
         former = membership.instance_id
         await world.engine.ownership.release(list(world.engine.shards.values()))
@@ -181,11 +183,11 @@ def test_a_claim_that_was_made_under_a_former_id_is_not_served() -> None:
         assert world.engine.shards == {}
         membership.instance_id = former
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_claim_that_another_has_won_is_not_served() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_claim_that_another_instance_has_won_is_not_served() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.ownership.release(list(world.engine.shards.values()))
         free = await row_of(store)
         winner = await claim_for_another(store)
@@ -193,11 +195,11 @@ def test_a_claim_that_another_has_won_is_not_served() -> None:
         assert world.engine.shards == {}
         assert world.engine.rows[0] == winner
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_nobody_steals_a_shard_from_the_living_and_it_is_claimed_once_they_are_dead() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_shard_of_a_live_member_is_not_claimed_before_that_member_is_dead() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.ownership.release(list(world.engine.shards.values()))
         winner = await claim_for_another(store)
         world.engine.membership._is_eligible = lambda member: member.instance_id != "another"  # type: ignore[method-assign]
@@ -211,11 +213,11 @@ def test_nobody_steals_a_shard_from_the_living_and_it_is_claimed_once_they_are_d
         assert (await row_of(store)).owner_id == world.engine.membership.instance_id
         assert 0 in world.engine.shards
 
-    with_store(story)
+    with_store(scenario)
 
 
 def test_a_claim_whose_answer_was_lost_is_made_once_more() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.ownership.release(list(world.engine.shards.values()))
         store.fail("claim", Fault.APPLIED_THEN_UNKNOWN)
         with pytest.raises(OutcomeUnknown):
@@ -225,13 +227,13 @@ def test_a_claim_whose_answer_was_lost_is_made_once_more() -> None:
         await world.engine.balance()
         assert world.engine.shards[0].fence == (await row_of(store)).fence
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_an_owner_that_joins_between_the_two_readings_is_not_taken_for_dead() -> None:
+def test_an_owner_that_joins_between_the_reads_of_shards_and_members_is_not_considered_dead() -> None:
     """Members are read after the shards: who owns a shard by its row has joined before."""
 
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.ownership.release(list(world.engine.shards.values()))
         world.engine.membership._is_eligible = lambda member: member.instance_id != "another"  # type: ignore[method-assign]
         claimed: list[ShardRow] = []
@@ -246,33 +248,33 @@ def test_an_owner_that_joins_between_the_two_readings_is_not_taken_for_dead() ->
         assert claimed == [await row_of(store)]
         assert world.engine.shards == {}
 
-    with_store(story)
+    with_store(scenario)
 
 
 def test_more_shards_than_fit_into_one_call_are_claimed_and_released_in_parts() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         assert sorted(world.engine.shards) == list(range(600))
         assert store.calls["claim"] == 3
         await world.engine.ownership.release(list(world.engine.shards.values()))
         assert store.calls["release"] == 3
         assert {row.owner_id for row in await store.database.shards()} == {None}
 
-    with_store(story, namespaces__default_num_shards=600)
+    with_store(scenario, namespaces__default_num_shards=600)
 
 
-def test_while_it_stops_an_instance_claims_nothing() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_an_instance_that_is_stopping_claims_nothing() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.ownership.release(list(world.engine.shards.values()))
         world.engine.stopping = True
         await world.engine.balance()
         assert world.engine.shards == {}
         assert (await row_of(store)).owner_id is None
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_one_that_the_members_do_not_show_alive_claims_nothing() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_an_instance_that_is_not_among_the_live_members_claims_nothing() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.ownership.release(list(world.engine.shards.values()))
         [me] = await store.database.members()
         await store.database.mark_dead(me.instance_id, me.counter)
@@ -281,11 +283,11 @@ def test_one_that_the_members_do_not_show_alive_claims_nothing() -> None:
         assert world.engine.shards == {}
         assert (await row_of(store)).owner_id is None
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_free_shard_is_left_to_the_member_that_should_have_it() -> None:
-    async def story(pair: Pair) -> None:
+def test_a_free_shard_is_left_to_the_member_that_should_own_it() -> None:
+    async def scenario(pair: Pair) -> None:
         a = await pair.enter()
         b = await pair.enter()
         await asyncio.sleep(10)
@@ -300,24 +302,24 @@ def test_a_free_shard_is_left_to_the_member_that_should_have_it() -> None:
         assert (await pair.database.shards())[shard_id].owner_id == b.engine.membership.instance_id
         assert await is_served_once(pair)
 
-    of_pair(story)
+    of_pair(scenario)
 
 
 def test_the_nonce_of_a_claim_fits_into_a_signed_integer_of_64_bits() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         nonces = {shard.fence.nonce for shard in world.engine.shards.values()}
         assert len(nonces) == 64
         assert max(nonces) < 2**63
         assert min(nonces) >= 0
 
-    with_store(story, namespaces__default_num_shards=64)
+    with_store(scenario, namespaces__default_num_shards=64)
 
 
 # --- shards that are lost -------------------------------------------------------------------------
 
 
-def test_a_shard_that_another_has_by_its_row_is_dropped_and_its_commit_under_way_is_told_unknown() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_shard_whose_row_names_another_owner_is_dropped_and_its_commit_in_flight_is_answered_unknown() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         shard, committing = world.engine.shards[0], store.hold("commit")
         first = creating(world, "1")
         await asyncio.sleep(0.1)
@@ -335,13 +337,13 @@ def test_a_shard_that_another_has_by_its_row_is_dropped_and_its_commit_under_way
         assert await row_of(store) == winner
         assert world.engine.telemetry.shards_lost.value == 1
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_reading_that_is_older_than_the_fence_proves_no_loss() -> None:
+def test_a_read_that_began_before_the_fence_was_learnt_proves_no_loss() -> None:
     """Not even if both happen within the same millisecond."""
 
-    async def story(world: World, store: HookedStore) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         shard = world.engine.shards[0]
         version = shard.fence.version
 
@@ -359,11 +361,11 @@ def test_a_reading_that_is_older_than_the_fence_proves_no_loss() -> None:
         assert world.engine.shards == {0: shard}
         assert world.engine.telemetry.shards_lost.value == 0
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_shard_that_recovers_is_not_lost_because_its_new_claim_is_read_first() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_recovering_shard_is_not_lost_if_a_balance_reads_its_new_claim_first() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         shard = world.engine.shards[0]
         await asyncio.sleep(1)
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
@@ -377,11 +379,11 @@ def test_a_shard_that_recovers_is_not_lost_because_its_new_claim_is_read_first()
         assert (await create).view.timer.payload == "1"
         assert world.engine.telemetry.shards_lost.value == 0
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_a_shard_that_the_database_has_forgotten_is_dropped_and_claimed_again() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_shard_whose_claim_the_database_has_lost_is_dropped_and_claimed_again() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         before = world.engine.shards[0]
         await asyncio.sleep(1)
         await store.database.release([before.fence])
@@ -391,11 +393,11 @@ def test_a_shard_that_the_database_has_forgotten_is_dropped_and_claimed_again() 
         assert before.dropped
         assert world.engine.shards[0].fence == (await row_of(store)).fence
 
-    with_store(story)
+    with_store(scenario)
 
 
-def test_shards_that_are_lost_together_are_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_shards_that_are_lost_together_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         for shard_id in range(4):
             await claim_for_another(store, shard_id)
         await asyncio.sleep(0.01)
@@ -411,11 +413,11 @@ def test_shards_that_are_lost_together_are_one_line_of_the_log(caplog: pytest.Lo
         assert [r.getMessage() for r in caplog.records] == ["lost ownership of 1 shards"]
 
     with caplog.at_level("WARNING", "duetime"):
-        with_store(story, namespaces__default_num_shards=4)
+        with_store(scenario, namespaces__default_num_shards=4)
 
 
-def test_the_end_of_an_old_shard_leaves_the_one_that_was_claimed_after_it_alone() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_dropping_an_old_shard_does_not_drop_the_one_that_was_claimed_after_it() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         old = world.engine.shards[0]
         await world.engine.ownership.release([old])
         await world.engine.balance()
@@ -428,14 +430,14 @@ def test_the_end_of_an_old_shard_leaves_the_one_that_was_claimed_after_it_alone(
         world.engine.ownership.drop(new, NotOwner())
         assert world.engine.shards == {}
 
-    with_store(story)
+    with_store(scenario)
 
 
 # --- releases -------------------------------------------------------------------------------------
 
 
-def test_a_commit_that_outlasts_the_drain_is_told_unknown() -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_commit_in_flight_at_the_drain_timeout_is_answered_unknown() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         committing = store.hold("commit")
         create = creating(world)
         await asyncio.sleep(0.1)
@@ -447,12 +449,14 @@ def test_a_commit_that_outlasts_the_drain_is_told_unknown() -> None:
         assert (await row_of(store)).owner_id is None
         committing.set()
 
-    with_store(story, server__drain_timeout="2s")
+    with_store(scenario, server__drain_timeout="2s")
 
 
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST_THEN_UNKNOWN, Fault.APPLIED_THEN_UNKNOWN])
-def test_shards_whose_release_failed_are_released_at_the_next_look_and_find_their_new_owner(fault: Fault) -> None:
-    async def story(pair: Pair) -> None:
+def test_shards_whose_release_failed_are_released_with_the_next_balance_and_claimed_by_their_new_owner(
+    fault: Fault,
+) -> None:
+    async def scenario(pair: Pair) -> None:
         a = await pair.enter()
         b = await pair.enter()
         pair.lines[0].fail("release", fault)
@@ -462,11 +466,11 @@ def test_shards_whose_release_failed_are_released_at_the_next_look_and_find_thei
         assert a.engine.shards
         assert await is_served_once(pair)
 
-    of_pair(story)
+    of_pair(scenario)
 
 
 def test_an_instance_whose_clock_is_off_keeps_a_shard_until_its_delivery_in_flight_has_ended() -> None:
-    async def story(pair: Pair) -> None:
+    async def scenario(pair: Pair) -> None:
         a = await pair.enter()
         b = await pair.enter()
         await asyncio.sleep(10)
@@ -495,11 +499,11 @@ def test_an_instance_whose_clock_is_off_keeps_a_shard_until_its_delivery_in_flig
         await asyncio.sleep(30)
         assert a.destinations.called() + b.destinations.called() == [name], "delivered twice"
 
-    of_pair(story)
+    of_pair(scenario)
 
 
-def test_a_move_to_a_newcomer_gives_each_shard_one_owner_and_fires_every_timer_once() -> None:
-    async def story(pair: Pair) -> None:
+def test_a_move_to_a_new_instance_gives_each_shard_one_owner_and_fires_every_timer_once() -> None:
+    async def scenario(pair: Pair) -> None:
         a = await pair.enter()
         names = [f"t{number}" for number in range(60)]
         await asyncio.gather(*(a.create(name, 15_000) for name in names))
@@ -512,11 +516,11 @@ def test_a_move_to_a_newcomer_gives_each_shard_one_owner_and_fires_every_timer_o
         await asyncio.sleep(20)
         assert sorted(a.destinations.called() + b.destinations.called()) == sorted(names)
 
-    of_pair(story)
+    of_pair(scenario)
 
 
-def test_a_drain_says_that_deliveries_may_be_repeated_only_if_they_may(caplog: pytest.LogCaptureFixture) -> None:
-    async def story(world: World, store: HookedStore) -> None:
+def test_a_drain_logs_that_deliveries_may_be_repeated_only_if_they_may(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
         async def hangs(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(3)
             return OK
@@ -540,7 +544,7 @@ def test_a_drain_says_that_deliveries_may_be_repeated_only_if_they_may(caplog: p
         assert caplog.text.count("drain timeout") == 1
 
     with caplog.at_level("WARNING", "duetime"):
-        with_store(story)
+        with_store(scenario)
 
 
 # --- drain -------------------------------------------------------------------------------------
@@ -549,7 +553,7 @@ def test_a_drain_says_that_deliveries_may_be_repeated_only_if_they_may(caplog: p
 def test_a_shard_that_moves_starts_no_queued_delivery_and_repeats_none() -> None:
     """With a backlog the move would otherwise last the whole drain timeout, and repeat what is in flight then."""
 
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         async def slow(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(0.5)
             return OK
@@ -567,11 +571,11 @@ def test_a_shard_that_moves_starts_no_queued_delivery_and_repeats_none() -> None
         await asyncio.sleep(60)  # claimed again: it is the only instance
         assert sorted(world.destinations.called()) == sorted(names), "lost, or delivered twice"
 
-    in_world(story, delivery__concurrency_per_destination=8)
+    in_world(scenario, delivery__concurrency_per_destination=8)
 
 
-def test_a_shard_that_waits_for_a_delivery_in_flight_still_takes_writes() -> None:
-    async def story(world: World) -> None:
+def test_a_shard_that_waits_for_a_delivery_in_flight_still_accepts_writes() -> None:
+    async def scenario(world: World) -> None:
         answered = asyncio.Event()
 
         async def hangs(attempt: Attempt) -> AttemptResult:
@@ -595,11 +599,11 @@ def test_a_shard_that_waits_for_a_delivery_in_flight_still_takes_writes() -> Non
         await asyncio.sleep(10)  # claimed again: it is the only instance
         assert world.destinations.called() == ["hangs", "written"]
 
-    in_world(story, namespaces__default_num_shards=1)
+    in_world(scenario, namespaces__default_num_shards=1)
 
 
-def test_at_the_drain_timeout_a_shard_is_given_away_with_what_hangs() -> None:
-    async def story(world: World) -> None:
+def test_at_the_drain_timeout_a_shard_is_released_with_deliveries_in_flight() -> None:
+    async def scenario(world: World) -> None:
         async def hangs(attempt: Attempt) -> AttemptResult:
             await asyncio.sleep(3_600)
             return OK
@@ -613,11 +617,11 @@ def test_at_the_drain_timeout_a_shard_is_given_away_with_what_hangs() -> None:
         assert 10_000 <= world.clock.boot_ms() - began_ms <= 10_100
         assert shard.dropped
 
-    in_world(story, namespaces__default_num_shards=1, server__drain_timeout="10s")
+    in_world(scenario, namespaces__default_num_shards=1, server__drain_timeout="10s")
 
 
-def test_a_connection_that_is_made_while_its_shard_drains_sends_nothing() -> None:
-    async def story(world: World) -> None:
+def test_a_connection_that_is_opened_while_its_shard_drains_sends_nothing() -> None:
+    async def scenario(world: World) -> None:
         connected = asyncio.Event()
 
         async def connecting(attempt: Attempt) -> None:
@@ -634,13 +638,13 @@ def test_a_connection_that_is_made_while_its_shard_drains_sends_nothing() -> Non
         await asyncio.sleep(10)
         assert world.destinations.called() == ["a"], "its next owner sends it"
 
-    in_world(story, namespaces__default_num_shards=1)
+    in_world(scenario, namespaces__default_num_shards=1)
 
 
 def test_a_repeat_on_a_fresh_connection_goes_on_while_its_shard_drains() -> None:
     """It is in flight already: the receiver may have it."""
 
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         again: list[int | None] = []
 
         async def answer(attempt: Attempt) -> AttemptResult:
@@ -655,7 +659,7 @@ def test_a_repeat_on_a_fresh_connection_goes_on_while_its_shard_drains() -> None
         assert again[0] is not None
         assert (await world.get("a")).reached is not None
 
-    in_world(story, namespaces__default_num_shards=1)
+    in_world(scenario, namespaces__default_num_shards=1)
 
 
 async def _scheduled(world: World, name: str) -> bool:
@@ -663,8 +667,8 @@ async def _scheduled(world: World, name: str) -> bool:
     return found[0].timer is not None
 
 
-def test_what_is_written_while_a_shard_drains_is_on_disk_before_it_is_given_away() -> None:
-    async def story(world: World) -> None:
+def test_writes_accepted_while_a_shard_drains_are_on_disk_before_it_is_released() -> None:
+    async def scenario(world: World) -> None:
         shard = world.engine.shards[0]
         spec = TimerSpec(namespace="default", timer_id="a", delay_ms=60_000, callback_url=URL)
         writing = asyncio.ensure_future(world.service.create(spec))
@@ -673,4 +677,4 @@ def test_what_is_written_while_a_shard_drains_is_on_disk_before_it_is_given_away
         await writing
         assert await _scheduled(world, "a")
 
-    in_world(story, namespaces__default_num_shards=1)
+    in_world(scenario, namespaces__default_num_shards=1)
