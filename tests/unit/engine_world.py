@@ -94,7 +94,7 @@ class World:
         await self.engine.start()
 
     async def crash_and_restart(self) -> None:
-        """The process dies without a word; another one starts on the same store."""
+        """The process ends without a drain; another one starts on the same store."""
         self.engine.abandon()
         await asyncio.sleep(0)
         self.new_instance()
@@ -109,7 +109,7 @@ class World:
 
 
 def check_shard(shard: Shard) -> None:
-    """What is true of a shard at any moment between two turns of the loop."""
+    """What is true of a shard between any two iterations of the event loop."""
     for key, entry in shard.entries.items():
         assert entry.timer.key == key
         assert entry.shard is shard
@@ -122,12 +122,12 @@ def check_shard(shard: Shard) -> None:
             assert shard.sending.get(key), f"{key} is in flight and not counted"
             assert entry.started_at_ms
         if entry.phase is Phase.SETTLING:
-            assert key in shard.pending or key in shard.committing, f"{key} has an outcome that nobody records"
+            assert key in shard.pending or key in shard.committing, f"{key} has a settlement that is not pending"
     assert all(count > 0 for count in shard.sending.values())
 
 
 def check_accounts(engine: Engine) -> None:
-    """What is true of an engine at any moment between two turns of the loop: nothing it counts has drifted."""
+    """What is true of an engine between any two iterations of the event loop: its counters are correct."""
     shards = list(engine.shards.values())
     for shard in shards:
         check_shard(shard)
@@ -143,7 +143,7 @@ def check_accounts(engine: Engine) -> None:
     draining = [entry.ticket for entry in entries if entry.phase is Phase.ARMED and entry.shard.draining]
     tickets = engine.fire_loop.armed_tickets()
     assert set(tickets) <= set(armed), "what is armed is not in memory"
-    assert set(armed) <= {*tickets, *held, *draining}, "a timer waits for its time and nobody will fire it"
+    assert set(armed) <= {*tickets, *held, *draining}, "an armed timer is not in the heap and will not fire"
     flow = engine.fire_loop.flow
     assert flow.waiting == sum(place.waiting for place in flow.destinations())
     assert flow.in_flight == sum(place.in_flight for place in flow.destinations())
@@ -162,7 +162,7 @@ def in_world(
     new_store: Callable[[VirtualClock], Store] = MemoryStore,
     **settings: Any,
 ) -> None:
-    """Tell a story in a world of its own."""
+    """Run a scenario in a world of its own."""
 
     async def run(clock: VirtualClock) -> None:
         world = World(clock, new_store(clock), **settings)

@@ -1,4 +1,4 @@
-"""A store to which something happens right before or after a call, and engines on it."""
+"""A store with hooks before and after its calls, and engines on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Hook = Callable[[], Awaitable[None]]
 
 
 class HookedStore(FaultyStore):
-    """Something happens right before a call reaches the database, or after it was applied and before its answer."""
+    """Runs a hook right before a call reaches the database, or after it was applied and before its answer."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
@@ -98,21 +98,21 @@ def creating(world: World, payload: str = "1", delay_ms: int = 60_000) -> asynci
 
 
 class Pair:
-    """Two instances on one store, each with its own line to it."""
+    """Two instances on one database, each with its own connection to it."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.database = MemoryStore(clock)
-        self.lines: list[HookedStore] = []
+        self.stores: list[HookedStore] = []
         self.worlds: list[World] = []
 
     async def enter(self, offset_ms: int = 0, **settings: Any) -> World:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        line = HookedStore(self.database)
-        world = World(VirtualClock(loop, offset_ms), line.as_store, **settings)
+        store = HookedStore(self.database)
+        world = World(VirtualClock(loop, offset_ms), store.as_store, **settings)
         for _ in self.worlds:
             world.new_instance()  # another seed
-        self.lines.append(line)
+        self.stores.append(store)
         self.worlds.append(world)
         await world.start()
         return world
@@ -124,8 +124,8 @@ def of_pair(scenario: Callable[[Pair], Awaitable[None]]) -> None:
         try:
             await scenario(pair)
         finally:
-            for line in pair.lines:
-                line.heal()
+            for store in pair.stores:
+                store.heal()
             for world in pair.worlds:
                 await world.engine.stop()
 

@@ -1,4 +1,4 @@
-"""The machine's clocks, and what the answers of another clock prove."""
+"""The machine's clocks, and the bounds that answers of another clock give."""
 
 from __future__ import annotations
 

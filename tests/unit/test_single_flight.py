@@ -1,4 +1,4 @@
-"""Readings of the store that many ask for at once."""
+"""Calls that many callers ask for at the same time."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Membership:
         self._dead_since_ms: dict[str, int] = {}
         self._first_seen_ms: dict[str, int] = {}
         self._claims_from_ms = _NEVER
-        self._former_ids: set[str] = set()  # ids of this process that were declared dead, or that a failover forgot
+        self._former_ids: set[str] = set()  # ids of this process that were declared dead, or lost in a failover
 
     # --- the lease and the clock ------------------------------------------------------------------
 
@@ -143,13 +143,13 @@ class Membership:
         self.secret = f"{self._rng.getrandbits(256):064x}"
         member = Member(self.instance_id, self.address, 0, True, self._clock.wall_ms(), self.secret)
         await self._store.join(member)
-        await self.beat()
+        await self.send_heartbeat()
         if self.is_skewed:
-            await self.beat()  # tells the others at once, or they would release shards for it
+            await self.send_heartbeat()  # tells the others at once, or they would release shards for it
         await self._mark_former_members_dead()
         await self.observe()
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """Send one heartbeat. Raises MemberDead; after any other error the lease is not extended."""
         started_ms = self._clock.boot_ms()
         self._counter = (self._counter // 2 + 1) * 2 + self.is_skewed

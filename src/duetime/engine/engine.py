@@ -266,7 +266,7 @@ class Engine:
                     await self.membership.join()
                     dead = False
                     self._spawn_once(self._observe_cluster)
-                await self.membership.beat()
+                await self.membership.send_heartbeat()
                 if self.membership.is_skewed and not exclusive:
                     # The lease is given up with the skew: other members can serve these shards, this one cannot.
                     self._spawn(self.ownership.release([s for s in self.shards.values() if not s.draining]))

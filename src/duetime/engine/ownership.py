@@ -219,7 +219,7 @@ class Ownership:
         pause = _RECOVERY_PAUSE_SECONDS
         while not shard.dropped:
             try:
-                # If the answer is lost the same claim is made again: its nonce tells whether it was successful.
+                # If the answer is lost the same claim is made again: its nonce shows whether it was successful.
                 row = (await self._store.claim([claim]))[0]
                 if row.nonce != claim.nonce:
                     self.drop(shard, NotOwner(), OutcomeUnknown())

@@ -57,8 +57,8 @@ class PendingWrite:
 
     @property
     def is_abandoned(self) -> bool:
-        """Does nobody need this write if it turns out that it was not applied? So it is if its only callers were
-        already told that its outcome is unknown."""
+        """If this write turns out not to be applied, may it be given up? Only if all its callers were already answered
+        that the outcome is unknown, and it records no settlement."""
         return self.waiters_timed_out and not self.waiters and self.settlement is None
 
     def merge(self, later: PendingWrite) -> None:
@@ -73,7 +73,7 @@ class PendingWrite:
                 waiter.future.set_exception(error)
 
     def is_applied(self, found: Found) -> bool:
-        """Does the store hold what this write wanted? After a delete only its reached row can tell."""
+        """Does the store hold what this write wanted? After a delete only the reached row shows it."""
         if found.timer != self.put or found.unreadable is not None:
             return False
         kept = [row for row in self.reached if row.purge_at_ms > row.reached_at_ms]

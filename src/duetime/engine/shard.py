@@ -66,7 +66,7 @@ _SETTLING, _WRITING, _GONE = Phase.SETTLING, Phase.WRITING, Phase.GONE
 
 
 class ShardState(enum.IntEnum):
-    """How far a shard is on its way out of this instance. It only goes forward, and may skip states.
+    """How far the release of a shard has gone. It only moves forward, and may skip states.
 
     A recovery is independent of it (`Shard.recovering`): a shard that drains may have to recover as well.
     """

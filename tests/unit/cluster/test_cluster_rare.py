@@ -1,4 +1,4 @@
-"""Rare things that a hostile reader of the cluster's code found; each was so once."""
+"""Rare cases of a cluster that reviews have found; each was a defect once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from duetime.testing.virtual import VirtualClock, run_virtual
 
 
 def test_a_release_that_failed_while_the_clock_was_off_is_repeated() -> None:
-    """Alive, owning by its rows and serving nothing: nobody else may take such shards."""
+    """The instance is alive, so no other member may claim the shards that it owns but does not serve."""
 
     async def scenario(a: World, b: World, wires: Wires) -> None:
         faulty = FaultyStore(b.store)

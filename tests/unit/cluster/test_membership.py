@@ -1,4 +1,4 @@
-"""Membership on the memory store in virtual time: leases, deaths, clocks, and who should own what."""
+"""Membership on the memory store in virtual time: leases, dead members, clocks, and which members may own shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ExclusiveStore(MemoryStore):
 
 
 class Cluster:
-    """One database with a clock of its own, and members that reach it over lines that can be cut or slow."""
+    """One database with a clock of its own, and members whose connections to it can fail or be slow."""
 
     def __init__(self, clock: VirtualClock, store: MemoryStore | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -44,20 +44,20 @@ class Cluster:
 
 
 class SimMember(Membership):
-    """A Membership with its own line to the database and its own clock."""
+    """A Membership with its own connection to the database and its own clock."""
 
     def __init__(self, cluster: Cluster, clock: VirtualClock, seed: int) -> None:
-        self.line = SlowStore(cluster.store)
+        self.connection = SlowStore(cluster.store)
         self.clock = clock
         self.telemetry = Telemetry()
         config = load_config(environ={}).engine
         super().__init__(
-            self.line.as_store, clock, config, self.telemetry, random.Random(seed), address=f"host-{seed}:8463"
+            self.connection.as_store, clock, config, self.telemetry, random.Random(seed), address=f"host-{seed}:8463"
         )
 
 
 class SlowStore(FaultyStore):
-    """`lag` seconds on the way to the database and `lag_back` on the way from it, for every call."""
+    """Every call takes `lag` seconds to the database and `lag_back` seconds back."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
@@ -89,11 +89,11 @@ async def row_of(cluster: Cluster, member: Membership) -> Member:
 
 
 async def passing(seconds: float, *living: Membership, observer: Membership | None = None) -> None:
-    """Time goes by: half-second heartbeats of the living, and an observer that looks as often."""
+    """Let time pass with heartbeats of these members, and observations by `observer`, every half second."""
     for _ in range(round(seconds / 0.5)):
         await asyncio.sleep(0.5)
         for member in living:
-            await member.beat()
+            await member.send_heartbeat()
         if observer is not None:
             await observer.observe()
 
@@ -121,8 +121,8 @@ class TestLease:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
             await a.join()
-            a.line.lag = a.line.lag_back = 1.0
-            await a.beat()
+            a.connection.lag = a.connection.lag_back = 1.0
+            await a.send_heartbeat()
             assert a.lease_ms == LEASE_MS - 2_000
 
         with_cluster(scenario)
@@ -131,8 +131,8 @@ class TestLease:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
             await a.join()
-            a.line.lag_back = 4.0
-            await a.beat()
+            a.connection.lag_back = 4.0
+            await a.send_heartbeat()
             assert not a.may_fire()
 
         with_cluster(scenario)
@@ -156,11 +156,11 @@ class TestLease:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
             await a.join()
-            a.line.fail("heartbeat", fault)
+            a.connection.fail("heartbeat", fault)
             await asyncio.sleep(2)
-            await a.beat()
+            await a.send_heartbeat()
             assert a.lease_ms == 1_000
-            await a.beat()
+            await a.send_heartbeat()
             assert a.lease_ms == LEASE_MS
             assert a.telemetry.heartbeats.by_label == {"ok": 2, "failed": 1}
 
@@ -183,10 +183,10 @@ class TestLease:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
             await a.join()
-            a.line.fail("heartbeat", fault)
-            await a.beat()
+            a.connection.fail("heartbeat", fault)
+            await a.send_heartbeat()
             await a.leave()
-            assert await cluster.store.members() == [], "gone, and not even a dead one to be looked at"
+            assert await cluster.store.members() == [], "its row is removed"
 
         with_cluster(scenario)
 
@@ -194,7 +194,7 @@ class TestLease:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
             await a.join()
-            a.line.fail("mark_dead", Fault.UNAVAILABLE)
+            a.connection.fail("mark_dead", Fault.UNAVAILABLE)
             await a.leave()
             assert not a.may_fire()
 
@@ -233,7 +233,7 @@ class TestDeath:
             await passing(5, a, b, observer=b)
             while a.instance_id in b.alive:
                 await asyncio.sleep(0.01)
-                await b.beat()
+                await b.send_heartbeat()
                 await b.observe()
             assert not a.may_fire()
 
@@ -244,12 +244,12 @@ class TestDeath:
             a, b = cluster.member(), cluster.member()
             await b.join()
             await a.join()
-            # The reading takes three seconds to get there: what it sees is new, although the asking is old.
-            b.line.lag = 3.05
+            # The request takes three seconds to the database: it was sent long ago, but what it reads is new.
+            b.connection.lag = 3.05
             reading = asyncio.create_task(b.observe())
             await passing(3.0, a)
             await reading
-            b.line.lag = 0.0
+            b.connection.lag = 0.0
             await asyncio.sleep(0.6)
             assert a.may_fire()
             await b.observe()
@@ -263,8 +263,8 @@ class TestDeath:
             await a.join()
             await b.join()
             await passing(2, a, b, observer=b)
-            await asyncio.sleep(60)  # nobody reaches the database
-            await b.beat()
+            await asyncio.sleep(60)  # the database is unavailable
+            await b.send_heartbeat()
             await b.observe()
             assert (await row_of(cluster, a)).alive
             await passing(4, b, observer=b)  # and now it does stand still
@@ -289,12 +289,12 @@ class TestDeath:
             await a.join()
             await b.join()
             await passing(3.5, observer=b)
-            held = b.line.hold("mark_dead")
+            held = b.connection.hold("mark_dead")
             await asyncio.sleep(0.5)
             observing = asyncio.create_task(b.observe())
             await asyncio.sleep(0.1)
-            await a.beat()  # it comes in just before the mark
-            assert b.line.calls["mark_dead"] == 1
+            await a.send_heartbeat()  # it comes in just before the mark
+            assert b.connection.calls["mark_dead"] == 1
             held.set()
             await observing
             assert a.instance_id in b.alive
@@ -309,7 +309,7 @@ class TestDeath:
             await a.join()
             await b.join()
             await passing(3.5, observer=b)
-            b.line.fail("mark_dead", Fault.APPLIED_THEN_UNKNOWN)
+            b.connection.fail("mark_dead", Fault.APPLIED_THEN_UNKNOWN)
             await asyncio.sleep(0.5)
             await b.observe()
             await b.observe()
@@ -324,9 +324,9 @@ class TestDeath:
             await b.join()
             await passing(4, b, observer=b)
             with pytest.raises(MemberDead):
-                await a.beat()
+                await a.send_heartbeat()
             with pytest.raises(MemberDead):
-                await a.beat()
+                await a.send_heartbeat()
             assert not a.may_fire()
             assert not (await row_of(cluster, a)).alive
             assert a.telemetry.heartbeats.by_label["dead"] == 2
@@ -385,7 +385,7 @@ class TestDeath:
             a, b = cluster.member(), cluster.member()
             await a.join()
             await b.join()
-            b.line.fail("members", Fault.UNAVAILABLE)
+            b.connection.fail("members", Fault.UNAVAILABLE)
             with pytest.raises(StoreUnavailable):
                 await b.observe()
             assert set(b.alive) == {a.instance_id, b.instance_id}
@@ -401,7 +401,7 @@ class TestDeath:
             assert [row.instance_id for row in await cluster.store.members()] == [b.instance_id]
             assert list(b.alive) == [b.instance_id]
             with pytest.raises(MemberDead):
-                await a.beat()
+                await a.send_heartbeat()
 
         run_virtual(run)
 
@@ -421,11 +421,11 @@ class TestClock:
             assert is_now(a, before_ms)
             await asyncio.sleep(1)
             assert is_now(a, before_ms + 1_000)
-            await a.beat()  # the database does not agree
+            await a.send_heartbeat()  # the database does not agree
             assert is_now(a, before_ms + 1_000)
             assert not a.may_fire()
             cluster.clock.offset_ms = 60_000
-            await a.beat()  # now it does
+            await a.send_heartbeat()  # now it does
             assert a.now_ms() == before_ms + 61_000
             assert a.may_fire()
 
@@ -438,7 +438,7 @@ class TestClock:
             await a.join()
             a.clock.offset_ms = jump_ms
             assert is_now(a, cluster.clock.wall_ms())
-            await a.beat()
+            await a.send_heartbeat()
             assert a.skew_ms == jump_ms
             assert is_now(a, cluster.clock.wall_ms())
             a.clock.offset_ms = 2 * jump_ms
@@ -453,12 +453,12 @@ class TestClock:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member(offset_ms)
             rng = random.Random(offset_ms)
-            a.line.lag, a.line.lag_back = 2.0, 0.0  # the first answer proves next to nothing
+            a.connection.lag, a.connection.lag_back = 2.0, 0.0  # the first answer proves next to nothing
             await a.join()
             for _ in range(200):
                 assert a.now_ms() <= cluster.clock.wall_ms() + EARLY_MAX_MS
-                a.line.lag, a.line.lag_back = rng.uniform(0, 0.004), rng.uniform(0, 0.004)
-                await a.beat()
+                a.connection.lag, a.connection.lag_back = rng.uniform(0, 0.004), rng.uniform(0, 0.004)
+                await a.send_heartbeat()
                 await asyncio.sleep(0.5)
             assert abs(a.now_ms() - cluster.clock.wall_ms()) <= 8
             assert a.clock_error_ms <= 8
@@ -468,11 +468,11 @@ class TestClock:
     def test_a_correct_clock_is_not_made_late_by_a_connection_that_becomes_slow(self) -> None:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
-            a.line.lag = a.line.lag_back = 0.001
+            a.connection.lag = a.connection.lag_back = 0.001
             await a.join()
-            a.line.lag = a.line.lag_back = 0.4
+            a.connection.lag = a.connection.lag_back = 0.4
             for _ in range(10):
-                await a.beat()
+                await a.send_heartbeat()
                 assert 0 <= cluster.clock.wall_ms() - a.now_ms() <= 5, "clocks drift: half a millisecond each second"
 
         with_cluster(scenario)
@@ -483,7 +483,7 @@ class TestClock:
             await a.join()
             for offset_ms in (-400, 300, 0):
                 cluster.clock.offset_ms = offset_ms
-                await a.beat()
+                await a.send_heartbeat()
                 assert is_now(a, cluster.clock.wall_ms())
 
         with_cluster(scenario)
@@ -506,7 +506,7 @@ class TestClock:
         async def run(clock: VirtualClock) -> None:
             cluster = Cluster(clock, ExclusiveStore(clock))
             a = SimMember(cluster, clock, 1)
-            a.line.lag = a.line.lag_back = 0.2
+            a.connection.lag = a.connection.lag_back = 0.2
             await a.join()
             assert a.now_ms() == clock.wall_ms()
 
@@ -517,8 +517,8 @@ class TestClock:
             a = cluster.member()
             await a.join()
             a.clock.offset_ms = 1_500
-            a.line.lag = 2.0
-            await a.beat()  # the database may have read its clock just now, or two seconds ago
+            a.connection.lag = 2.0
+            await a.send_heartbeat()  # the database may have read its clock just now, or two seconds ago
             assert a.now_ms() <= cluster.clock.wall_ms()
 
         with_cluster(scenario)
@@ -529,7 +529,7 @@ class TestClock:
             await a.join()
             await cluster.store.mark_dead(a.instance_id, 1)
             a.clock.offset_ms = 1_500
-            a.line.lag = 2.0
+            a.connection.lag = 2.0
             await a.join()
             assert a.now_ms() <= cluster.clock.wall_ms()
 
@@ -540,8 +540,8 @@ class TestClock:
             a = cluster.member()
             await a.join()
             a.clock.offset_ms = cluster.clock.offset_ms = -10_000
-            a.line.lag_back = 2.0
-            await a.beat()
+            a.connection.lag_back = 2.0
+            await a.send_heartbeat()
             a.clock.offset_ms = 0
             assert a.now_ms() <= cluster.clock.wall_ms()
 
@@ -566,7 +566,7 @@ class TestClock:
             assert a.is_skewed
             assert not a.may_fire()
             a.clock.offset_ms = 0
-            await a.beat()
+            await a.send_heartbeat()
             assert a.may_fire()
 
         with_cluster(scenario)
@@ -587,7 +587,7 @@ class TestClock:
             a = cluster.member()
             await a.join()
             a.clock.offset_ms = -10_000
-            await a.beat()
+            await a.send_heartbeat()
             assert not a.may_fire()
 
         with_cluster(scenario)
@@ -596,11 +596,11 @@ class TestClock:
     def test_the_time_an_answer_takes_is_not_mistaken_for_skew(self, lag: float, lag_back: float) -> None:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
-            a.line.lag, a.line.lag_back = lag, lag_back
+            a.connection.lag, a.connection.lag_back = lag, lag_back
             await a.join()
             assert a.skew_ms == 0
             a.clock.offset_ms = 5_000
-            await a.beat()
+            await a.send_heartbeat()
             assert 4_000 <= a.skew_ms <= 5_000  # the least it can be
 
         with_cluster(scenario)
@@ -614,8 +614,8 @@ class TestClock:
             assert set(right.alive) == {right.instance_id, wrong.instance_id}
             assert right.eligible == wrong.eligible == (right.instance_id,)
             wrong.clock.offset_ms = 0
-            await wrong.beat()  # learns that it is right again
-            await wrong.beat()  # and says so
+            await wrong.send_heartbeat()  # learns that it is right again
+            await wrong.send_heartbeat()  # and says so
             assert await right.observe()
             assert set(right.eligible) == {right.instance_id, wrong.instance_id}
 
@@ -677,7 +677,7 @@ class TestClaims:
             await a.join()
             a.wait_before_claims()
             await asyncio.sleep((DEAD_AFTER_MS - 1) / 1_000)
-            await a.beat()
+            await a.send_heartbeat()
             assert a.may_fire()
             assert not a.may_claim()
             await asyncio.sleep(0.001)
@@ -700,7 +700,7 @@ class TestJoining:
         async def scenario(cluster: Cluster) -> None:
             a, b = cluster.member(), cluster.member()
             await b.join()
-            beating = a.line.hold("heartbeat")
+            beating = a.connection.hold("heartbeat")
             joining = asyncio.ensure_future(a.join())
             await asyncio.sleep(0.1)
             await b.observe()
@@ -728,7 +728,7 @@ class TestJoining:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
             await a.join()
-            held = a.line.hold("join")
+            held = a.connection.hold("join")
             joining = asyncio.ensure_future(a.join())
             await asyncio.sleep(0.1)
             assert not a.may_fire()
@@ -745,7 +745,7 @@ class TestJoining:
             await cluster.store.mark_dead(a.instance_id, (await row_of(cluster, a)).counter)
             assert a.may_fire()
             with pytest.raises(MemberDead):
-                await a.beat()
+                await a.send_heartbeat()
             assert not a.may_fire()
 
         with_cluster(scenario)
@@ -757,7 +757,7 @@ class TestJoining:
             await cluster.store.mark_dead(a.instance_id, (await row_of(cluster, a)).counter)
             await b.join()
             assert not (await row_of(cluster, a)).alive
-            assert b.line.calls["mark_dead"] == 0
+            assert b.connection.calls["mark_dead"] == 0
 
         with_cluster(scenario)
 
@@ -765,10 +765,10 @@ class TestJoining:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
             await a.join()
-            beats = a.line.calls["heartbeat"]
+            beats = a.connection.calls["heartbeat"]
             await a.leave()
             assert await cluster.store.members() == []
-            assert a.line.calls["heartbeat"] == beats
+            assert a.connection.calls["heartbeat"] == beats
 
         with_cluster(scenario)
 
@@ -776,10 +776,10 @@ class TestJoining:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
             await a.join()
-            a.line.fail("heartbeat", Fault.UNAVAILABLE)
-            await a.beat()
+            a.connection.fail("heartbeat", Fault.UNAVAILABLE)
+            await a.send_heartbeat()
             assert a.heartbeat_log.reason == "injected"
-            await a.beat()
+            await a.send_heartbeat()
             assert a.heartbeat_log.reason == ""
 
         with_cluster(scenario)
@@ -794,12 +794,12 @@ class TestWatching:
             await a.join()
             await b.join()
             await passing(3.5, observer=b)
-            b.line.fail("mark_dead", Fault.LOST_THEN_UNKNOWN)
+            b.connection.fail("mark_dead", Fault.LOST_THEN_UNKNOWN)
             await asyncio.sleep(0.5)
             await b.observe()
-            assert b.line.calls["mark_dead"] == 1
+            assert b.connection.calls["mark_dead"] == 1
             assert a.instance_id in b.alive
-            await a.beat()
+            await a.send_heartbeat()
             await b.observe()
             assert a.instance_id in b.alive
             assert (await row_of(cluster, a)).alive
@@ -813,7 +813,7 @@ class TestWatching:
             await b.join()
             await cluster.store.mark_dead(a.instance_id, (await row_of(cluster, a)).counter)
             await passing(20, b, observer=b)
-            assert b.line.calls["mark_dead"] == 0
+            assert b.connection.calls["mark_dead"] == 0
 
         with_cluster(scenario)
 
@@ -840,7 +840,7 @@ class TestWatching:
             await b.join()
             for _ in range(3):
                 await asyncio.sleep(1.4)
-                await b.beat()
+                await b.send_heartbeat()
                 await b.observe()
             assert a.instance_id in b.alive, "it was watched for three seconds only"
             await asyncio.sleep(1.4)
@@ -861,7 +861,7 @@ class TestWatching:
             await c.join()
             await a.observe()
             assert a.next_death_ms() == seen_ms + DEAD_AFTER_MS + 1
-            await b.beat()
+            await b.send_heartbeat()
             await a.observe()
             assert a.next_death_ms() == seen_ms + 400 + DEAD_AFTER_MS + 1
 
@@ -876,8 +876,8 @@ class TestWatching:
             await asyncio.sleep(DEAD_AFTER_MS / 1_000)
             assert a.next_death_ms() == a.boot_ms() + 1
             await asyncio.sleep(0.001)
-            assert a.next_death_ms() is None, "it is looked at with every heartbeat"
-            await b.beat()
+            assert a.next_death_ms() is None, "it is checked with every heartbeat"
+            await b.send_heartbeat()
             await a.observe()
             assert a.next_death_ms() is not None
             await cluster.store.mark_dead(b.instance_id, (await row_of(cluster, b)).counter)
@@ -893,11 +893,11 @@ class TestWatching:
             await a.join()
             await b.join()
             await passing(3.5, observer=b)
-            held = b.line.hold("mark_dead")
+            held = b.connection.hold("mark_dead")
             await asyncio.sleep(0.5)
             observing = asyncio.create_task(b.observe())
             await asyncio.sleep(0.1)
-            await a.beat()  # it comes in just before the mark
+            await a.send_heartbeat()  # it comes in just before the mark
             held.set()
             await observing
             assert "is dead" not in caplog.text
@@ -938,7 +938,7 @@ class TestOffset:
         async def scenario(cluster: Cluster) -> None:
             right, ahead, behind = cluster.member(), cluster.member(300), cluster.member(-300)
             for member in (right, ahead, behind):
-                member.line.lag = member.line.lag_back = 0.05
+                member.connection.lag = member.connection.lag_back = 0.05
                 await member.join()
                 assert member.now_ms() <= cluster.clock.wall_ms() <= member.latest_now_ms()
             assert right.latest_now_ms() == cluster.clock.wall_ms() + 50  # half of what the heartbeat took
@@ -950,7 +950,7 @@ class TestOffset:
             store = MemoryStore(clock)
             store.capabilities = replace(MemoryStore.capabilities, exclusive=True)
             a = Cluster(clock, store).member()
-            a.line.lag = a.line.lag_back = 0.05
+            a.connection.lag = a.connection.lag_back = 0.05
             await a.join()
             assert a.latest_now_ms() == a.now_ms() == clock.wall_ms()
             b = Cluster(clock, store).member(300)  # the wall clock was set while the server ran
@@ -962,7 +962,7 @@ class TestOffset:
     def test_of_the_uncertainty_of_a_slow_answer_all_but_five_milliseconds_are_subtracted(self) -> None:
         async def scenario(cluster: Cluster) -> None:
             a = cluster.member()
-            a.line.lag_back = 0.010
+            a.connection.lag_back = 0.010
             await a.join()
             assert a.skew_ms == 0
             assert a.clock_error_ms == 10
@@ -975,7 +975,7 @@ class TestOffset:
             store = MemoryStore(clock)
             store.capabilities = replace(MemoryStore.capabilities, clock_error_ms=100)
             a = Cluster(clock, store).member(90)
-            a.line.lag_back = 0.1
+            a.connection.lag_back = 0.1
             await a.join()
             assert a.skew_ms == 0
             assert a.now_ms() == clock.wall_ms()
@@ -988,7 +988,7 @@ class TestOffset:
             await a.join()
             assert a.now_ms() == clock.wall_ms() - 1
             a.clock.offset_ms = 0
-            await a.beat()
+            await a.send_heartbeat()
             assert a.now_ms() == clock.wall_ms()
 
         run_virtual(run)
@@ -998,11 +998,11 @@ class TestOffset:
             a = cluster.member()
             await a.join()
             a.clock.offset_ms = 2_000
-            await a.beat()
+            await a.send_heartbeat()
             assert a.eligible == ()
             counters = [(await row_of(cluster, a)).counter]
             for _ in range(4):
-                await a.beat()
+                await a.send_heartbeat()
                 counters.append((await row_of(cluster, a)).counter)
             assert counters == sorted(set(counters)), "a counter that stands still is taken for a death"
             assert all(counter % 2 for counter in counters[1:])
@@ -1018,12 +1018,12 @@ class TestOffset:
             assert caplog.text == ""
             a.clock.offset_ms = 2_000
             for _ in range(3):
-                await a.beat()
+                await a.send_heartbeat()
             assert [record.levelname for record in caplog.records] == ["ERROR"]
             assert "is 2000 ms off the database's" in caplog.text
             a.clock.offset_ms = 0
             for _ in range(3):
-                await a.beat()
+                await a.send_heartbeat()
             assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
             assert "agrees with the database's again" in caplog.text
 

@@ -1,4 +1,4 @@
-"""Who should own which shard: the same for everybody, an even share for each, and few moves."""
+"""Placement: every instance computes the same owners, shares are equal, and few shards move."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ FAILS = AttemptResult(Contact.ANSWERED, 500)
 def on_store(
     build: Callable[[VirtualClock], Any], scenario: Callable[[World, Any], Awaitable[None]], **settings: Any
 ) -> None:
-    """Tell a story in a world on a store of its own making."""
+    """Run a scenario in a world on the given store."""
 
     async def run(clock: VirtualClock) -> None:
         store = build(clock)
@@ -118,7 +118,7 @@ class TestTime:
             lag = world.engine.telemetry.loop_lag_seconds
             before = lag.sum
             answered = store.hold("heartbeat")
-            loop.now += 10  # somebody computes for ten seconds and lets nobody else run
+            loop.now += 10  # a computation blocks the event loop for ten seconds
             await asyncio.sleep(1.5)
             assert world.destinations.calls == []
             assert lag.sum - before > 5
@@ -215,7 +215,7 @@ class TestOwnership:
             await world.crash_and_restart()
             assert world.engine.membership.address == old.address
             assert world.engine.membership.instance_id != old.instance_id
-            # Nobody knows yet that the predecessor is dead, and nobody steals from the living.
+            # The predecessor is not marked dead yet, and a shard of a live member is not claimed.
             await asyncio.sleep(2.5)
             assert await world.store.shards() == old_rows
             assert world.destinations.calls == []
@@ -253,7 +253,7 @@ class TestOverload:
             await asyncio.sleep(3_600)
             world.new_instance()
             await world.start()
-            await asyncio.sleep(8)  # the predecessor is declared dead, and it begins
+            await asyncio.sleep(8)  # the predecessor is marked dead, and this instance claims
             status = await world.service.cluster_status()
             assert (status.oldest_due_ms or 0) > 3_000_000
             assert status.held > 0
@@ -443,7 +443,7 @@ class TestRaces:
 
 
 class SlowPages(MemoryStore):
-    """Reads a page, and delivers it when told: whatever happens in between is not on it."""
+    """Reads a page, and returns it when the test says so: what is written in between is not on it."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(clock)
@@ -536,13 +536,13 @@ def test_case_38_what_is_over_the_stores_limit_is_split_and_each_part_is_fenced(
         results = await asyncio.gather(*(world.create(f"t{n}", 60_000) for n in range(50)))
         assert len(results) == 50
         assert max(store.sizes) <= SmallBatches.capabilities.batch_max
-        await store.join(Member("thief", "elsewhere", 0, True, 0))
-        thief = [Claim(row.shard_id, row.version, 7, "thief", "elsewhere", 0) for row in await store.shards()]
+        await store.join(Member("another", "elsewhere", 0, True, 0))
+        claims = [Claim(row.shard_id, row.version, 7, "another", "elsewhere", 0) for row in await store.shards()]
         parts = len(store.sizes)
-        store.before_part = (parts + 2, lambda: store.claim(thief))
+        store.before_part = (parts + 2, lambda: store.claim(claims))
         answers = await asyncio.gather(*(world.create(f"u{n}", 60_000) for n in range(50)), return_exceptions=True)
         kept = [f"u{n}" for n, result in enumerate(answers) if not isinstance(result, Exception)]
-        assert 0 < len(kept) < 50, "some parts came before the thief and some after"
+        assert 0 < len(kept) < 50, "some parts were committed before the claim and some after"
         found = await store.get_many([(shard_of(f"u{n}", 16), TimerKey("default", f"u{n}")) for n in range(50)])
         assert [item.timer.timer_id for item in found if item.timer is not None] == kept
 
@@ -569,7 +569,7 @@ def test_case_38_the_end_of_a_timer_is_two_rows_of_a_commit() -> None:
         await asyncio.sleep(10)
         assert len(world.destinations.called()) == 50
         assert sum(store.sizes) == 100
-        assert max(store.sizes) <= SmallBatches.capabilities.batch_max + 1, "the last one begun is not torn apart"
+        assert max(store.sizes) <= SmallBatches.capabilities.batch_max + 1, "the last timer of a batch is not split"
 
     on_store(SmallBatches, scenario)
 

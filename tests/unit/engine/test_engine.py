@@ -1,4 +1,4 @@
-"""The engine on a memory store in virtual time: promises 1–4 and 6, one instance, story by story."""
+"""The engine on a memory store in virtual time: promises 1–4 and 6, one instance."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ class TestVerdicts:
             await asyncio.sleep(1)
             assert world.destinations.called() == ["a"]
             with pytest.raises(NotFound):
-                await world.service.fire_now(TimerKey("default", "nobody"))
+                await world.service.fire_now(TimerKey("default", "unknown"))
 
         in_world(scenario)
 
@@ -565,8 +565,8 @@ class TestLease:
         async def scenario(world: World, store: FaultyStore) -> None:
             await world.create("a", 10_000, payload="1")
             rows = await world.store.shards()
-            await world.store.join(Member("thief", "elsewhere", 0, True, 0))
-            await world.store.claim([Claim(row.shard_id, row.version, 7, "thief", "elsewhere", 0) for row in rows])
+            await world.store.join(Member("another", "elsewhere", 0, True, 0))
+            await world.store.claim([Claim(row.shard_id, row.version, 7, "another", "elsewhere", 0) for row in rows])
             with pytest.raises(Exception, match="moving to another instance"):
                 await world.create("a", 10_000, payload="2")
             found = await world.store.get_many([(shard_of("a", 16), A)])
@@ -672,7 +672,7 @@ class TestNamespaces:
 
 
 class Purging(MemoryStore):
-    """Counts what one call removes; the first ones find the database away, and one shard never answers."""
+    """Counts what one call removes; during the first ones the database is unavailable, and one shard never answers."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(clock)

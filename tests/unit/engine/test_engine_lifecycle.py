@@ -380,13 +380,13 @@ def test_a_member_is_marked_dead_when_that_is_due_and_not_a_heartbeat_later() ->
         a = await pair.enter(engine__heartbeat_interval="400ms")
         b = await pair.enter(engine__heartbeat_interval="400ms")
         await asyncio.sleep(10.3)
-        beats = pair.lines[0].calls["heartbeat"]
+        beats = pair.stores[0].calls["heartbeat"]
         b.engine.abandon()
         while len(a.engine.shards) < 16:
             last_beat_ms = a.engine.membership._seen[b.engine.membership.instance_id][1]
             await asyncio.sleep(0.001)
         assert a.clock.boot_ms() - last_beat_ms <= 3_501 + 60
-        assert pair.lines[0].calls["heartbeat"] - beats <= 12, "and until then no sooner than usual"
+        assert pair.stores[0].calls["heartbeat"] - beats <= 12, "and until then no sooner than usual"
 
     of_pair(scenario)
 

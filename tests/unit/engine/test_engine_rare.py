@@ -76,15 +76,15 @@ def test_a_timer_whose_connect_fails_during_a_recovery_still_fires() -> None:
 def test_a_timer_that_became_due_twice_during_a_recovery_does_not_fire_after_its_delete() -> None:
     async def scenario(world: World, store: FaultyStore) -> None:
         due_ms = world.clock.wall_ms() + 1_000
-        wish = {"namespace": "default", "timer_id": "x", "execute_at_ms": due_ms, "callback_url": URL}
-        await world.service.create(TimerSpec(**wish))  # type: ignore[arg-type]
+        fields = {"namespace": "default", "timer_id": "x", "execute_at_ms": due_ms, "callback_url": URL}
+        await world.service.create(TimerSpec(**fields))  # type: ignore[arg-type]
         await asyncio.sleep(0.9)
         store.fail("commit", Fault.LOST_THEN_UNKNOWN)
         store.fail("claim", *[Fault.UNAVAILABLE] * 9)
         store.fail("heartbeat", *[Fault.UNAVAILABLE] * 20)
         other = asyncio.ensure_future(world.create("other", 3_600_000))
         await asyncio.sleep(0.5)
-        await world.service.create(TimerSpec(**wish, if_absent=True))  # type: ignore[arg-type]
+        await world.service.create(TimerSpec(**fields, if_absent=True))  # type: ignore[arg-type]
         shard = world.engine.shards[0]
         while shard.recovering:
             await asyncio.sleep(0.01)
@@ -269,7 +269,7 @@ def test_an_update_of_the_time_starts_the_attempts_over(time: dict[str, int]) ->
 
 
 def test_whether_a_timer_was_replaced_is_not_known_after_a_lost_answer_beyond_the_horizon() -> None:
-    """The store had said so in the answer that was lost; memory does not know timers of tomorrow."""
+    """The lost answer of the store said it; timers beyond the horizon are not in memory."""
 
     async def scenario(world: World, store: FaultyStore) -> None:
         day_ms = 86_400_000
@@ -277,7 +277,7 @@ def test_whether_a_timer_was_replaced_is_not_known_after_a_lost_answer_beyond_th
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
         assert (await world.create("x", day_ms)).replaced is None
         store.fail("commit", Fault.LOST_THEN_UNKNOWN)
-        assert (await world.create("x", day_ms)).replaced is True, "written anew, and the store has said it"
+        assert (await world.create("x", day_ms)).replaced is True, "written again, and the store has said so"
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
         await world.create("y", 1_000)
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)

@@ -45,7 +45,7 @@ class Lease:
 
 
 class Receiver:
-    """Answers each call with `outcome`, after `seconds`; what it is told before the first byte is in `begun`."""
+    """Answers each call with `outcome`, after `seconds`; what `begin` returned before the first byte is in `begun`."""
 
     def __init__(self) -> None:
         self.outcome: AttemptResult = OK

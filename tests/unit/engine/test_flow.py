@@ -173,7 +173,7 @@ class TestTurns:
                 harness.seconds[name] = 1
                 harness.submit(name, 20)
             await asyncio.sleep(100)
-            # One more for each destination that would have none under way (TestHangingDestinations says why).
+            # One more for each destination that would have no call in flight (TestHangingDestinations says why).
             assert 10 <= harness.most_in_flight["all"] <= 10 + 4
             assert len(harness.finished) == 100
             assert now_finished(harness) <= 10  # nothing of it is left unused
@@ -190,7 +190,7 @@ class TestTurns:
             harness.submit("tiny", 1)
             await asyncio.sleep(30)
             order = [item.destination for _, item in harness.started]
-            # The big one was first and had all four; from then on each one that waits has every other turn.
+            # "big" came first and had all four calls; from then on the two destinations take turns.
             assert order[:4] == ["big"] * 4
             assert order.index("tiny") <= 6
             assert max(harness.starts("small")) <= 6
@@ -293,7 +293,7 @@ class TestBreaker:
             assert held > 0
             harness.result["a"] = OK
             harness.seconds["a"] = 0.1
-            await asyncio.sleep(0.65)  # the probe is at 1.0 and takes 0.1
+            await asyncio.sleep(0.65)  # the trial call is at 1.0 and takes 0.1
             assert harness.flow.waiting == 0
             assert harness.flow.in_flight == held - 1
             await asyncio.sleep(1)
@@ -333,7 +333,7 @@ class TestBreaker:
     def test_an_answer_to_a_call_made_before_it_opened_does_not_close_it_during_its_pause(self) -> None:
         async def scenario(harness: Harness) -> None:
             harness.result["a"] = lambda item: overloaded(429, 10) if item.number == 0 else OK
-            harness.submit("a", 2)  # both under way at once
+            harness.submit("a", 2)  # both in flight at once
             harness.seconds["a"] = 0.0
             await asyncio.sleep(0.1)
             harness.submit("a", 1)
@@ -886,7 +886,7 @@ class TestNothingIsLeftBehind:
 
 class TestHangingDestinations:
     def test_many_destinations_that_hang_do_not_delay_one_that_answers(self) -> None:
-        """All slots of the total cap are held by calls that hang; a healthy destination still gets its turn."""
+        """All calls under the total cap are to destinations that hang; a healthy destination is still called."""
 
         async def scenario(harness: Harness) -> None:
             for number in range(20):

@@ -38,7 +38,7 @@ Answers = Sequence[Committed | StoreError]
 
 
 class Harness:
-    """A lane, its shards, and what surrounds them."""
+    """A group commit, its shards, and what they need of an engine and a store."""
 
     def __init__(self, clock: VirtualClock, shards: int, **capabilities: Any) -> None:
         self.clock = clock
@@ -376,7 +376,7 @@ class TestFailures:
             await second
             assert harness.lost == [0]
             assert not first.done()
-            assert harness.shards[0].committing, "whoever drops it tells them"
+            assert harness.shards[0].committing, "dropping the shard answers the callers"
             assert harness.told_committed == 1
 
         with_harness(scenario)
@@ -555,7 +555,7 @@ def name_in(shard: int, number: int = 0) -> str:
 
 
 class Torn(MemoryStore):
-    """Shard 1 is refused, and of shard 2 nobody knows, though it is applied; as often as `times` says."""
+    """Refuses the batch of shard 1, and applies that of shard 2 with an unknown outcome, `times` times."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         super().__init__(clock)
@@ -624,7 +624,7 @@ def test_a_shard_whose_batches_are_refused_for_long_is_not_lost_and_only_its_own
 
 
 class Poisoned(MemoryStore):
-    """Refuses, for ever, every commit that has the timer "poison" in it, in the way that `how` says."""
+    """Refuses, for ever, every commit that has the timer "poison" in it, with the error `how`."""
 
     how: StoreError = StoreUnavailable("too large")
 
@@ -675,7 +675,7 @@ def test_a_refused_shard_is_paused_even_if_it_has_more_than_one_batch_waiting() 
 
 
 class Slow(MemoryStore):
-    """Answers a commit of the timer "late" after longer than a user waits: it was not applied."""
+    """Answers a commit of the timer "late" after the write timeout: it was not applied."""
 
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
         if any(put.timer_id == "late" for batch in batches for put in batch.puts):
@@ -776,7 +776,7 @@ def test_a_write_that_can_never_be_applied_delays_the_others_of_its_commit_only_
         poison.cancel()
         took_ms.sort()
         assert took_ms[len(took_ms) * 9 // 10] <= 20, "most do not notice it"
-        assert took_ms[-1] <= 400, "its neighbours in the same shard wait until it is found"
+        assert took_ms[-1] <= 400, "the other writes of the shard wait until it is found"
 
     in_world(scenario, new_store=Poisoned)
 

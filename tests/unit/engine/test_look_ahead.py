@@ -1,4 +1,4 @@
-"""What is loaded when, and what goes when memory is short: the horizon with real shards, without an engine."""
+"""Look-ahead with real shards, without an engine: which shards are loaded when, and what is removed above the limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MINUTE_MS = 60_000
 
 
 class Harness:
-    """Horizon, store, membership, fire loop and engine of the test: shards that are empty unless `timers` says so."""
+    """A LookAhead; the harness is its store, membership, fire loop and engine. Shards are empty except for `timers`."""
 
     def __init__(self, clock: VirtualClock, shards: int, timers_in_memory_max: int) -> None:
         self.clock = clock
@@ -32,7 +32,7 @@ class Harness:
         self.asked: list[list[PageRequest]] = []
         self.errors: list[Exception] = []
         self.load_errors: dict[int, StoreError] = {}  # by shard
-        self.page_max = 1_000  # a page is cut here, whatever the limit
+        self.page_max = 1_000  # a page has at most so many timers, whatever the limit
         self.seconds = 0.0
         self.loads_in_flight = self.most_loads = 0
         self.armed: dict[int, Entry] = {}
@@ -172,7 +172,7 @@ class TestLoading:
             harness.seconds = 0.01
             harness.look_ahead.find_shards_to_load()
             await asyncio.sleep(0.025)
-            assert harness.look_ahead._load_alone == {0}, "it has more: from now on it is loaded by itself"
+            assert harness.look_ahead._load_alone == {0}, "it has more: from now on it is loaded alone"
             await asyncio.sleep(0.5)
             assert len(harness.asked) == 10
             assert harness.in_memory() == 95
@@ -395,15 +395,15 @@ class TestMemory:
 
     def test_a_reduction_is_scheduled_once_however_many_timers_are_added(self) -> None:
         async def scenario(harness: Harness) -> None:
-            relieved: list[int] = []
-            harness.look_ahead.reduce_memory = lambda: relieved.append(1)  # type: ignore[method-assign]
+            reduced: list[int] = []
+            harness.look_ahead.reduce_memory = lambda: reduced.append(1)  # type: ignore[method-assign]
             harness.look_ahead.add_weight(1_000)
             await asyncio.sleep(0.1)
-            assert relieved == []
+            assert reduced == []
             harness.look_ahead.add_weight(1)
             harness.look_ahead.add_weight(1)
             await asyncio.sleep(0.1)
-            assert relieved == [1]
+            assert reduced == [1]
             harness.look_ahead.add_weight(-1_002)
 
         with_harness(scenario, timers_in_memory_max=1_000)
@@ -516,7 +516,7 @@ class TestMemory:
             await asyncio.sleep(0)
             harness.look_ahead.add_weight(-1)
             await asyncio.sleep(0.01)
-            assert harness.asked == [], "still over the cap"
+            assert harness.asked == [], "still above the limit"
             harness.look_ahead.add_weight(-1)
             await asyncio.sleep(0.01)
             assert bool(harness.asked) == loaded
@@ -529,7 +529,7 @@ class TestMemory:
             harness.look_ahead.reduce_memory = lambda: None  # type: ignore[method-assign]
             harness.look_ahead.add_weight(1_000)
             await until_loaded(harness)
-            assert len(harness.asked) == 1, "just at the cap, and urgent"
+            assert len(harness.asked) == 1, "just at the limit, and urgent"
             harness.shards[0].horizon = BEFORE_ALL
             harness.look_ahead.add_weight(1)
             await until_loaded(harness)

@@ -132,7 +132,7 @@ def test_a_timer_in_a_namespace_created_again_is_fired_with_the_new_settings() -
 
 
 def test_a_timer_in_a_namespace_created_again_is_held_while_the_namespaces_cannot_be_read() -> None:
-    """A reading that failed proves nothing: it must not fire with the settings of the deleted one."""
+    """A read that failed proves nothing: the timer must not fire with the settings of the deleted namespace."""
 
     async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
@@ -243,7 +243,7 @@ def test_a_create_that_was_acknowledged_before_keeps_its_namespace(
 
 
 def test_an_instance_that_has_not_seen_the_deletion_acknowledges_no_create_after_it() -> None:
-    """Its reading of the namespaces is too old when the commit is done, so it reads again."""
+    """Its last read of the namespaces is too old when the commit is done, so it reads again."""
 
     async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
@@ -341,7 +341,7 @@ def test_a_forwarded_write_whose_commit_outlasts_the_deletion_is_not_acknowledge
 
 @pytest.mark.parametrize("kind", ["create", "update", "fireNow"])
 def test_a_write_over_a_timer_that_was_there_before_never_removes_it(kind: str) -> None:
-    """The deletion finds the timer and is undone: an acknowledged timer must not go with a write that was refused."""
+    """The deletion finds the timer and is undone: a refused write must not remove an acknowledged timer."""
 
     async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
@@ -425,7 +425,7 @@ def test_no_create_is_accepted_from_the_moment_a_deletion_has_searched_for_timer
 def test_a_deletion_mark_that_cannot_be_removed_does_not_change_the_answer() -> None:
     async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
-        marking = store.hold("put_namespace")  # the first look has found nothing
+        marking = store.hold("put_namespace")  # the first search for timers has found nothing
         deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
         await asyncio.sleep(0.1)
         await create(world)
@@ -471,7 +471,7 @@ def test_the_deletion_mark_of_a_crashed_instance_is_removed_after_a_while() -> N
 
 
 def test_a_deletion_mark_that_was_removed_is_noticed_by_the_next_create() -> None:
-    """Not only with the next reading of the sweep, a second later."""
+    """Not only with the next sweep, a second later."""
 
     async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
@@ -514,7 +514,7 @@ def test_a_create_that_is_committed_after_the_deletion_mark_is_removed_again_and
     on_faulty(scenario)
 
 
-# --- readings and writes of the namespaces -------------------------------------------------------
+# --- reads and writes of the namespaces ----------------------------------------------------------
 
 
 def test_a_read_that_began_before_a_write_does_not_undo_it() -> None:

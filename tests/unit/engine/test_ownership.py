@@ -51,7 +51,7 @@ def test_an_instance_that_loses_the_claim_of_a_recovery_drops_the_shard_and_neve
         with pytest.raises(OutcomeUnknown):
             await first
         assert shard.dropped
-        assert shard.fence == own, "the fence of the winner is the winner's"
+        assert shard.fence == own, "the fence of the winner is not used"
         assert 0 not in world.engine.shards
         with pytest.raises(NotOwner):  # certainly not applied
             await second
@@ -231,7 +231,7 @@ def test_a_claim_whose_answer_was_lost_is_made_once_more() -> None:
 
 
 def test_an_owner_that_joins_between_the_reads_of_shards_and_members_is_not_considered_dead() -> None:
-    """Members are read after the shards: who owns a shard by its row has joined before."""
+    """Members are read after the shards: the owner that a row names has joined before that."""
 
     async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.ownership.release(list(world.engine.shards.values()))
@@ -293,11 +293,11 @@ def test_a_free_shard_is_left_to_the_member_that_should_own_it() -> None:
         await asyncio.sleep(10)
         target = owners(16, a.engine.membership.eligible)
         shard_id = next(n for n, owner in enumerate(target) if owner == b.engine.membership.instance_id)
-        pair.lines[1].hold("shards")  # b does not look
+        pair.stores[1].hold("shards")  # b does not balance
         await pair.database.release([b.engine.shards[shard_id].fence])
         await a.engine.balance()
         assert (await pair.database.shards())[shard_id].owner_id is None
-        pair.lines[1]._held["shards"].set()
+        pair.stores[1]._held["shards"].set()
         await asyncio.sleep(10)
         assert (await pair.database.shards())[shard_id].owner_id == b.engine.membership.instance_id
         assert await is_served_once(pair)
@@ -459,9 +459,9 @@ def test_shards_whose_release_failed_are_released_with_the_next_balance_and_clai
     async def scenario(pair: Pair) -> None:
         a = await pair.enter()
         b = await pair.enter()
-        pair.lines[0].fail("release", fault)
+        pair.stores[0].fail("release", fault)
         await asyncio.sleep(20)
-        assert not pair.lines[0]._faults["release"], "no release was tried"
+        assert not pair.stores[0]._faults["release"], "no release was tried"
         assert b.engine.shards
         assert a.engine.shards
         assert await is_served_once(pair)
@@ -592,7 +592,7 @@ def test_a_shard_that_waits_for_a_delivery_in_flight_still_accepts_writes() -> N
         assert not shard.dropped
         assert (await world.create("written", 0)).replaced is False
         await asyncio.sleep(1)
-        assert world.destinations.called() == ["hangs"], "it is for the next owner to fire"
+        assert world.destinations.called() == ["hangs"], "the next owner fires it"
         answered.set()
         await release
         assert shard.dropped

@@ -1,4 +1,4 @@
-"""A Shard by itself, without lanes and engine: every step of its life, and its accounts after each."""
+"""A Shard alone, without group commit and engine: all that it does, and its counters after each step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FakeHost:
 
 
 class Harness:
-    """One shard that has loaded everything up to UNTIL_MS, and what a lane and the fire loop do with it."""
+    """One shard that has loaded everything up to UNTIL_MS, and what group commit and the fire loop do with it."""
 
     def __init__(self, low_water: Position = BEFORE_ALL, *, loaded: bool = True, version: int = 3) -> None:
         self.host = FakeHost()
@@ -242,7 +242,7 @@ class TestWriting:
             harness.shard.committed(batch, Committed())
             harness.check()
             assert harness.host.enqueued == 1
-            assert phase_of(harness.shard.entries[A]) is Phase.WRITING, "it must not fire: another write is on its way"
+            assert phase_of(harness.shard.entries[A]) is Phase.WRITING, "it must not fire: another write is pending"
             harness.host.enqueued = 0
             harness.commit()
             assert second.result() == (timer(payload="2"), True)
@@ -915,7 +915,7 @@ class TestExpiry:
             harness.shard.not_committed()
             harness.check()
             harness.commit()
-            assert asked.done(), "whoever asks is answered"
+            assert asked.done(), "the caller is answered"
 
         with_harness(scenario)
 
@@ -976,7 +976,7 @@ class TestExpiry:
             assert list(harness.shard.pending) == [A]
             harness.shard.expire(1_001)
             harness.check()
-            assert list(harness.shard.pending) == [A], "nobody waits for it, and yet it is recorded"
+            assert list(harness.shard.pending) == [A], "no caller waits for it, and yet it is recorded"
             harness.commit()
             assert harness.host.counters.unsettled == 0
 
@@ -1403,7 +1403,7 @@ class TestLoading:
             harness.check()
             harness.shard.expire(1_001)
             assert deleting.done()
-            assert phase_of(entry) is Phase.ARMED, "the write came to nothing: it is what it was"
+            assert phase_of(entry) is Phase.ARMED, "the write was not applied: the timer is armed again"
 
         with_harness(scenario)
 

@@ -1,4 +1,4 @@
-"""Errors that nobody has foreseen, and rows that cannot be read: they stop nothing else, and are seen."""
+"""Unexpected errors, and rows that cannot be decoded: they stop nothing else, and are logged and counted."""
 
 from __future__ import annotations
 
@@ -177,12 +177,12 @@ def test_a_timer_that_cannot_be_decoded_can_be_deleted() -> None:
 
 
 def test_a_row_that_cannot_be_decoded_is_found_again_after_a_restart() -> None:
-    """Another version may be able to read it: the low water must not pass it."""
+    """Another version may be able to decode it: the low-water mark must not rise above it."""
 
     async def scenario(world: World) -> None:
         for _ in range(20):
             await asyncio.sleep(20)
-            await world.create("other", 1_000)  # a commit now and then, which carries the low water
+            await world.create("other", 1_000)  # commits that may raise the low-water mark
         assert (await world.get("after")).state is State.DELIVERED
         row = (await world.store.shards())[0]
         spoilt_at_ms = (await world.get("before")).timer.execute_at_ms + 1
