@@ -61,8 +61,8 @@ def _unit(folder: str, *names: str) -> tuple[str, ...]:
 
 
 _ENGINE = (
-    *_unit("engine", "shard", "fire_loop", "look_ahead", "group_commit_alone", "moves", "namespaces"),
-    *_unit("engine", "unexpected_errors", "engine_rare", "cases_engine", "group_commit", "flow", "recovery", "engine"),
+    *_unit("engine", "shard", "fire_loop", "look_ahead", "group_commit", "ownership", "namespaces"),
+    *_unit("engine", "unexpected_errors", "engine_rare", "cases_engine", "flow", "engine_lifecycle", "engine"),
     *_unit("cluster", "cluster_rare", "membership"),
     *_unit("service", "commands", "forwarding", "service", "status"),
     "tests/unit/api/test_api.py",

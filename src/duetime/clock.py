@@ -1,10 +1,10 @@
-"""The Clock port: the only place where time comes from.
+"""The Clock port: the only source of time.
 
 Two clocks, both in whole milliseconds:
 
 - wall time says *when a timer is due*; it may jump, forwards and backwards;
-- boot time says *how long something took*, and leases hang on it. It is CLOCK_BOOTTIME where there is
-  one, because CLOCK_MONOTONIC stands still while a machine is suspended, and a lease must not.
+- boot time says *how long something took*; leases are measured by it. It is CLOCK_BOOTTIME if the system has it,
+  because CLOCK_MONOTONIC does not count the time while a machine is suspended, and a lease must.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SystemClock:
 class OffsetBounds:
     """Bounds on how far another machine's clock is ahead of this machine's boot clock.
 
-    Each answer was made between our sending and our receiving, and so bounds the offset; all answers together give
-    narrower bounds. These widen with time, because clocks drift apart.
+    The other machine reads its clock after a request is sent and before its answer is received, so each answer bounds
+    the offset. All answers together give narrower bounds. The bounds widen with time, because clocks drift apart.
 
     An answer that contradicts the bounds means that a clock was set. Then only that answer counts; the new bounds are
     at most `follow_ms` wide and at the side that is nearest to the old ones.

@@ -1,4 +1,4 @@
-"""One call for all who ask: a reading of the store that many wait for is made once."""
+"""Single flight: a read of the store that many callers wait for is made once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ __all__ = ["SingleFlight", "retrieved"]
 
 
 class SingleFlight:
-    """Calls that begin after they were asked for, one at a time; whoever asks before one begins shares it.
+    """Shares one call between all callers that ask before it begins. A caller that asks later waits for the next call;
+    there is never more than one call at a time.
 
-    `pause_s`: so much lies between the beginnings of two calls, whoever is asking.
+    `pause_s`: the least time between the beginnings of two calls.
     """
 
     def __init__(self, call: Callable[[], Awaitable[None]], *, pause_s: float = 0.0) -> None:
@@ -26,7 +27,7 @@ class SingleFlight:
         if self._next is None:
             self._next = asyncio.ensure_future(self._run())
             self._next.add_done_callback(retrieved)
-        await asyncio.shield(self._next)  # one who gives up must not stop it for the others
+        await asyncio.shield(self._next)  # a caller that is cancelled must not cancel it for the others
 
     async def _run(self) -> None:
         async with self._one_at_a_time:
@@ -35,11 +36,12 @@ class SingleFlight:
             if early_s > 0:
                 await asyncio.sleep(early_s)
             self._began_at = loop.time()
-            self._next = None  # who asks from here on needs a newer one
+            self._next = None  # a caller that asks from here on needs a newer result
             await self._call()
 
 
 def retrieved(future: asyncio.Future[Any]) -> None:
-    """An error is the askers' to see; if they have all gone it is nobody's."""
+    """A done callback that marks the future's error as retrieved. The callers get the error; if all of them were
+    cancelled, asyncio must not log it."""
     if not future.cancelled():
         future.exception()

@@ -12,7 +12,8 @@ from duetime.config import load_config
 from duetime.delivery import Attempt
 from duetime.domain.timer import AttemptResult, Contact, Created, TimerKey, TimerSpec, TimerView
 from duetime.engine.engine import Engine
-from duetime.engine.shard import PendingWrite, Phase, Shard
+from duetime.engine.pending_write import PendingWrite
+from duetime.engine.shard import Phase, Shard
 from duetime.service.service import Service
 from duetime.store import Store
 from duetime.stores.memory import MemoryStore
@@ -93,7 +94,7 @@ class World:
         await self.engine.start()
 
     async def crash_and_restart(self) -> None:
-        """The process dies without a word; another one starts on the same store."""
+        """The process ends without a drain; another one starts on the same store."""
         self.engine.abandon()
         await asyncio.sleep(0)
         self.new_instance()
@@ -108,7 +109,7 @@ class World:
 
 
 def check_shard(shard: Shard) -> None:
-    """What is true of a shard at any moment between two turns of the loop."""
+    """What is true of a shard between any two iterations of the event loop."""
     for key, entry in shard.entries.items():
         assert entry.timer.key == key
         assert entry.shard is shard
@@ -116,31 +117,33 @@ def check_shard(shard: Shard) -> None:
         if entry.phase is Phase.ARMED:
             assert key not in shard.pending, f"{key} may fire while it is written"
             assert key not in shard.committing, f"{key} may fire while it is written"
-            assert entry.outcome_of is None
+            assert entry.deferred_settlement is None
         if entry.phase is Phase.SENDING:
             assert shard.sending.get(key), f"{key} is in flight and not counted"
             assert entry.started_at_ms
         if entry.phase is Phase.SETTLING:
-            assert key in shard.pending or key in shard.committing, f"{key} has an outcome that nobody records"
+            assert key in shard.pending or key in shard.committing, f"{key} has a settlement that is not pending"
     assert all(count > 0 for count in shard.sending.values())
 
 
 def check_accounts(engine: Engine) -> None:
-    """What is true of an engine at any moment between two turns of the loop: nothing it counts has drifted."""
+    """What is true of an engine between any two iterations of the event loop: its counters are correct."""
     shards = list(engine.shards.values())
     for shard in shards:
         check_shard(shard)
-    ops: list[PendingWrite] = [op for shard in shards for op in (*shard.pending.values(), *shard.committing.values())]
+    writes: list[PendingWrite] = [
+        write for shard in shards for write in (*shard.pending.values(), *shard.committing.values())
+    ]
     entries = [entry for shard in shards for entry in shard.entries.values()]
-    assert engine.writes_waiting == len(ops), "writes_waiting drifts"
-    assert engine.unsettled == sum(op.settlement is not None for op in ops), "unsettled drifts"
-    assert engine.horizon.weight == sum(entry.weight for entry in entries), "the weight of what is in memory drifts"
+    assert engine.counters.writes_waiting == len(writes), "writes_waiting drifts"
+    assert engine.counters.unsettled == sum(write.settlement is not None for write in writes), "unsettled drifts"
+    assert engine.counters.weight == sum(entry.weight for entry in entries), "the weight of what is in memory drifts"
     armed = sorted(entry.ticket for entry in entries if entry.phase is Phase.ARMED)
     held = [entry.ticket for entry in engine.fire_loop._without_namespace if entry.phase is Phase.ARMED]
     draining = [entry.ticket for entry in entries if entry.phase is Phase.ARMED and entry.shard.draining]
     tickets = engine.fire_loop.armed_tickets()
     assert set(tickets) <= set(armed), "what is armed is not in memory"
-    assert set(armed) <= {*tickets, *held, *draining}, "a timer waits for its time and nobody will fire it"
+    assert set(armed) <= {*tickets, *held, *draining}, "an armed timer is not in the heap and will not fire"
     flow = engine.fire_loop.flow
     assert flow.waiting == sum(place.waiting for place in flow.destinations())
     assert flow.in_flight == sum(place.in_flight for place in flow.destinations())
@@ -149,26 +152,26 @@ def check_accounts(engine: Engine) -> None:
 def check_nothing_is_left(engine: Engine) -> None:
     """After a stop: every shard is given free, and nothing of them is left in memory."""
     assert engine.shards == {}
-    assert (engine.writes_waiting, engine.unsettled, engine.horizon.weight) == (0, 0, 0)
+    assert (engine.counters.writes_waiting, engine.counters.unsettled, engine.counters.weight) == (0, 0, 0)
     assert engine.fire_loop.armed_tickets() == []
 
 
 def in_world(
-    story: Callable[[World], Awaitable[None]],
+    scenario: Callable[[World], Awaitable[None]],
     *,
     new_store: Callable[[VirtualClock], Store] = MemoryStore,
     **settings: Any,
 ) -> None:
-    """Tell a story in a world of its own."""
+    """Run a scenario in a world of its own."""
 
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         world = World(clock, new_store(clock), **settings)
         await world.start()
         try:
-            await story(world)
+            await scenario(world)
             check_accounts(world.engine)
         finally:
             await world.engine.stop()
         check_nothing_is_left(world.engine)
 
-    run_virtual(told)
+    run_virtual(run)

@@ -1,4 +1,4 @@
-"""The machine's clocks, and what the answers of another clock prove."""
+"""The machine's clocks, and the bounds that answers of another clock give."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_both_clocks_of_the_machine_count_milliseconds() -> None:
 
 
 class TestOffsetBounds:
-    def test_nothing_is_known_before_the_first_answer(self) -> None:
+    def test_the_bounds_are_unknown_before_the_first_answer(self) -> None:
         bounds = OffsetBounds()
         assert not bounds.is_known
         assert (bounds.low_ms, bounds.high_ms, bounds.width_ms) == (0, 0, 0)
@@ -28,7 +28,7 @@ class TestOffsetBounds:
         assert bounds.is_known is True
         assert (bounds.low_ms, bounds.high_ms, bounds.width_ms) == (490, 502, 12)
 
-    def test_answers_together_bound_it_closer(self) -> None:
+    def test_several_answers_give_narrower_bounds(self) -> None:
         bounds = OffsetBounds()
         bounds.saw(1_000, 1_000, 500, 510)
         bounds.saw(1_000, 1_000, 505, 510)
@@ -36,7 +36,7 @@ class TestOffsetBounds:
         bounds.saw(1_004, 1_004, 505, 510)
         assert (bounds.low_ms, bounds.high_ms) == (494, 495)
 
-    def test_what_they_prove_widens_by_half_a_millisecond_a_second(self) -> None:
+    def test_the_bounds_widen_by_half_a_millisecond_per_second(self) -> None:
         bounds = OffsetBounds()
         bounds.saw(1_000, 1_000, 500, 500)
         bounds.saw(11_000, 11_000, 10_400, 10_600)
@@ -52,7 +52,7 @@ class TestOffsetBounds:
         bounds.saw(13_000, 13_000, 12_000, 12_600)
         assert (bounds.low_ms, bounds.high_ms) == (400, 600), "no time has passed since the newest"
 
-    def test_an_answer_that_contradicts_them_is_followed(self) -> None:
+    def test_an_answer_that_contradicts_the_bounds_replaces_them(self) -> None:
         bounds = OffsetBounds()
         bounds.saw(1_000, 1_000, 500, 500)
         bounds.saw(2_000, 2_000, 490, 500)
@@ -60,7 +60,7 @@ class TestOffsetBounds:
         bounds.saw(1_000, 1_000, 490, 500)
         assert (bounds.low_ms, bounds.high_ms) == (500, 510)
 
-    def test_but_not_far_beyond_what_it_disproves(self) -> None:
+    def test_bounds_that_are_replaced_are_at_most_follow_ms_wide(self) -> None:
         bounds = OffsetBounds(follow_ms=5)
         bounds.saw(1_000, 1_000, 500, 500)
         bounds.saw(2_000, 2_000, 400, 500)
@@ -68,7 +68,7 @@ class TestOffsetBounds:
         bounds.saw(1_000, 1_000, 400, 500)
         assert (bounds.low_ms, bounds.high_ms) == (595, 600)
 
-    def test_one_that_just_touches_them_is_no_contradiction(self) -> None:
+    def test_an_answer_that_just_touches_the_bounds_does_not_contradict_them(self) -> None:
         bounds = OffsetBounds(follow_ms=5)
         bounds.saw(1_000, 1_000, 500, 600)
         bounds.saw(1_000, 1_050, 450, 500)

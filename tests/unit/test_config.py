@@ -201,7 +201,7 @@ class TestWrongValues:
             ("engine.dead_after", "3s"),  # the lease exactly
             ("engine.look_ahead", "0s"),
             ("engine.timers_in_memory_max", 999),
-            ("engine.writes_waiting_max", 0),
+            ("engine.counters.writes_waiting_max", 0),
             ("engine.write_timeout", "0s"),
             ("delivery.concurrency_per_destination", 0),
             ("delivery.concurrency_max", 0),

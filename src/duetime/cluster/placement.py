@@ -1,8 +1,8 @@
-"""Which member should own which shard. Pure: everybody computes it alone, from the same members, and agrees.
+"""Which member should own which shard. A pure function: every instance computes the same result from the same members.
 
-Rendezvous hashing: every member and shard have a weight together, and the heaviest pairs find each other
-first, so that a change of members moves few shards. And an even share for each: with the 16 shards of a
-small service plain rendezvous would give one of three members eight and another three (ADR 10).
+Rendezvous hashing: every pair of a member and a shard has a weight, and shards are given out by descending weight, so
+that a change of members moves few shards. Every member gets an equal share: with the 16 shards of a small service plain
+rendezvous hashing would give one of three members eight and another three (ADR 10).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from struct import Struct as Packing
 
 __all__ = ["owners"]
 
-_weights = Packing(">16I")  # one hash is enough for so many shards
+_weights = Packing(">16I")  # one hash gives the weights of so many shards
 
 
-@lru_cache(4)  # asked again and again with the same members
+@lru_cache(4)  # called again and again with the same members
 def owners(num_shards: int, members: tuple[str, ...]) -> tuple[str, ...]:
-    """The owner of each shard, by its id. Nobody has more than one shard more than anybody else."""
+    """The owner of each shard, by its id. The numbers of shards of two members differ by at most one."""
     if not members:
         return ()
     pairs = [

@@ -1,8 +1,7 @@
-"""Which shards are mine: membership, claims, recovery, release; and the lanes and loops that serve them.
+"""The engine of one instance: it starts, stops, and runs the loops that serve the shards it owns.
 
-The database is the only truth and the only coordinator. A shard is claimed only if it is free or its
-owner is dead, by compare-and-set on its version; nobody steals from the living. A commit whose outcome is
-unknown is resolved by claiming the shard again, which fences the old commit off, and then reading.
+`Ownership` says which shards these are. One `GroupCommit` or several write for them, `LookAhead` keeps the timers that
+are due soon in memory, and `FireLoop` fires them.
 """
 
 from __future__ import annotations
@@ -14,30 +13,28 @@ from typing import Any
 
 from duetime.clock import Clock
 from duetime.cluster.membership import Membership
-from duetime.cluster.placement import owners
 from duetime.config import Config
 from duetime.delivery import Deliverer
-from duetime.domain.timer import TimerKey
+from duetime.engine.counters import Counters
 from duetime.engine.fire_loop import FireLoop
 from duetime.engine.group_commit import BatchedReader, GroupCommit
 from duetime.engine.look_ahead import LookAhead
 from duetime.engine.namespaces import Namespaces
+from duetime.engine.ownership import Ownership
 from duetime.engine.shard import Entry, Shard
-from duetime.errors import DuetimeError, FailedOver, MemberDead, NotOwner, OutcomeUnknown, ShardLost, StoreError
-from duetime.single_flight import SingleFlight
-from duetime.store import Claim, Fence, Found, ShardRow, Store, guarded
+from duetime.errors import FailedOver, MemberDead, OutcomeUnknown, ShardLost, StoreError
+from duetime.store import ShardRow, Store, guarded
 from duetime.telemetry import FailureLog, Telemetry, log
 
 __all__ = ["Engine"]
 
-_CLAIMS_PER_CALL = 256
-_PURGED_PER_CALL = 1_000  # rows of all its shards: a database may do it in one transaction, and commits wait for that
+# Rows of all shards together: a database may remove them in one transaction, and commits wait for that.
+_PURGED_PER_CALL = 1_000
 _PURGE_ROUND_SECONDS = 60
-_BALANCE_EVERY_MS = 5_000  # when everything is where it should be
-_RECOVERY_PAUSE_SECONDS = 0.05
-# Deliveries made but not yet on disk would be made again after a crash: beyond this many, no more are started.
+_BALANCE_EVERY_MS = 5_000  # while every shard is with the member that should own it
+_HEARTBEAT_DELAY_MIN_SECONDS = 0.05
+# Deliveries that are made but not yet recorded are made again after a crash: with so many, no more are started.
 _UNSETTLED_MAX = 4_000
-_RECOVERY_PAUSE_MAX_SECONDS = 2.0
 
 
 class Engine:
@@ -51,15 +48,30 @@ class Engine:
         *,
         address: str,
         rng: random.Random | None = None,
+        ownership: type[Ownership] = Ownership,
     ) -> None:
         rng = rng or random.SystemRandom()
         store = guarded(store)
+        counters = Counters(config.engine.writes_waiting_max)
         self.telemetry = telemetry
-        self.shards: dict[int, Shard] = {}
-        self.rows: dict[int, ShardRow] = {}  # all shards, as last read
+        self.clock = clock
+        self.counters = counters
         self.namespaces = Namespaces(store, clock)
         self.membership = Membership(store, clock, config.engine, telemetry, rng, address)
         self.lookup = BatchedReader(store)
+        self.ownership = ownership(
+            config,
+            store,
+            clock,
+            telemetry,
+            rng,
+            self.membership,
+            self,
+            spawn=self._spawn,
+            is_stopping=lambda: self.stopping,
+            on_claimed=lambda: self.look_ahead.find_shards_to_load(),
+        )
+        self.shards = self.ownership.shards
         self.fire_loop = FireLoop(
             config.delivery,
             self.membership,
@@ -67,41 +79,32 @@ class Engine:
             telemetry,
             rng,
             self.namespaces,
-            lambda: self._once(self._read_namespaces),
-            congested=lambda: self.unsettled >= _UNSETTLED_MAX,
+            lambda: self._spawn_once(self._read_namespaces),
+            congested=lambda: counters.unsettled >= _UNSETTLED_MAX,
         )
-        self.horizon = LookAhead(store, config.engine, self.membership, self.fire_loop, self.shards)
-        self.writes_waiting = 0
-        self.unsettled = 0
-        self.writes_waiting_max = config.engine.writes_waiting_max
+        self.look_ahead = LookAhead(store, config.engine, self.membership, self.fire_loop, self.shards, counters)
         self.started = False
         self.stopping = False
-        self.failed = asyncio.Event()  # an internal error has ended the engine
+        self.failed = asyncio.Event()  # an internal error has stopped the engine
         self._config = config
         self._store = store
-        self.clock = clock
         self._rng = rng
-        self._lanes = [
+        self._group_commits = [
             GroupCommit(
                 store,
                 clock,
                 telemetry,
-                lost=self._lost,
-                unknown=self._unknown,
-                committed=self.fire_loop.flow.resume,
+                on_lost=self.ownership.lost,
+                on_unknown=self.ownership.recover,
+                on_committed=self.fire_loop.flow.resume,
             )
             for _ in range(store.capabilities.parallel_commits)
         ]
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._last_task: asyncio.Task[None] | None = None  # of an engine that an internal error has ended
-        self._under_way: set[str] = set()
-        self._newly_lost = 0
-        self._shared_balance = SingleFlight(self._balance)
-        self._settled = False  # as last read, every shard is where it should be
-        self._cluster_read_log = FailureLog("could not look at the cluster", "the cluster is in sight again")
-        self._purge_log = FailureLog("could not purge what is past its retention", "purging again")
-        self._recovery_log = FailureLog("shards are not recovered yet", "shards are recovered")
-        self._balanced_at_ms = 0
+        self._tasks: dict[asyncio.Task[None], None] = {}  # a dict, so that they are cancelled in the order they began
+        self._last_task: asyncio.Task[None] | None = None  # leaves the cluster after an internal error
+        self._running: set[str] = set()  # names of the functions that `_spawn_once` has begun
+        self._cluster_read_log = FailureLog("cannot read cluster state", "cluster state is readable again")
+        self._purge_log = FailureLog("cannot purge timers past their retention", "timers are purged again")
         self._wire_gauges()
 
     def _wire_gauges(self) -> None:
@@ -109,7 +112,7 @@ class Engine:
         telemetry.in_memory.read = lambda: sum(len(shard.entries) for shard in self.shards.values())
         telemetry.in_flight.read = lambda: flow.in_flight
         telemetry.held.read = lambda: self.fire_loop.waiting
-        telemetry.writes_waiting.read = lambda: self.writes_waiting
+        telemetry.writes_waiting.read = lambda: self.counters.writes_waiting
         telemetry.shards_owned.read = lambda: len(self.shards)
         telemetry.lease_seconds.read = lambda: self.membership.lease_ms / 1_000
         telemetry.clock_skew_seconds.read = lambda: self.membership.skew_ms / 1_000
@@ -119,32 +122,34 @@ class Engine:
             (self.fire_loop.oldest_due_ms(self.membership.now_ms()) or 0) / 1_000
         )
 
-    # --- life -------------------------------------------------------------------------------------
+    # --- lifecycle --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Join, claim, and begin to serve. The store is open and migrated, its namespaces are there."""
+        """Join the cluster, claim shards and start to serve. The store is open and migrated, and the default namespace
+        exists."""
         await self.namespaces.refresh()
         await self.membership.join()
-        for lane in self._lanes:
-            self._spawn(lane.run())
-        self._spawn(self.horizon.run())
+        for group_commit in self._group_commits:
+            self._spawn(group_commit.run())
+        self._spawn(self.look_ahead.run())
         self._spawn(self._heartbeats())  # before the claims, which may take longer than the lease
         try:
             await self.balance()
         except StoreError as error:
             if self._store.capabilities.exclusive:
                 raise
-            # This instance is a member by now, and goes on from here: the next look claims.
+            # This instance is a member already: it goes on, and the next balance claims.
             self._cluster_read_log.failed(error, self.clock.boot_ms())
         self._spawn(self._sweeps())
         self._spawn(self._purges())
         self.started = True
 
     async def stop(self) -> None:
-        """Drain and release: after this no timer of ours is in flight, and nobody has to wait for our lease."""
+        """Drain and release all shards, and leave the cluster: after this nothing is in flight, and the other members
+        need not wait until the lease ends."""
         self.stopping = True
         self.fire_loop.stop()
-        await self._release(list(self.shards.values()))
+        await self.ownership.release(list(self.shards.values()))
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -174,12 +179,22 @@ class Engine:
         if self._store.capabilities.exclusive and len(self.shards) < len(self.rows):
             return f"{len(self.rows) - len(self.shards)} shards are not claimed yet"
         if not self.membership.may_fire():
-            return f"the lease has run out: {self.membership.trouble.reason or 'the store does not answer heartbeats'}"
+            reason = self.membership.heartbeat_log.reason or "the store does not answer heartbeats"
+            return f"the lease has run out: {reason}"
         return None
 
     @property
     def broken(self) -> bool:
         return self.failed.is_set()
+
+    @property
+    def rows(self) -> dict[int, ShardRow]:
+        """All shards, as last read."""
+        return self.ownership.rows
+
+    async def balance(self) -> None:
+        """See `Ownership.balance`."""
+        await self.ownership.balance()
 
     @property
     def unreadable(self) -> int:
@@ -189,25 +204,25 @@ class Engine:
     def new_id(self) -> str:
         return f"{self._rng.getrandbits(64):016x}"
 
-    def _once(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Begin it, unless it is still under way."""
-        if work.__name__ not in self._under_way:
-            self._under_way.add(work.__name__)
-            self._spawn(self._noted(work))
+    def _spawn_once(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run it as a task, unless it is still running."""
+        if work.__name__ not in self._running:
+            self._running.add(work.__name__)
+            self._spawn(self._run_once(work))
 
-    async def _noted(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _run_once(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             await work()
         finally:
-            self._under_way.discard(work.__name__)
+            self._running.discard(work.__name__)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        self._tasks[task] = None
+        task.add_done_callback(self._task_ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
         if not task.cancelled() and task.exception() is not None and not self.broken:
             log.critical(
                 "internal error: this instance fires nothing more and gives up its lease and its shards; restart it",
@@ -215,10 +230,10 @@ class Engine:
             )
             self.failed.set()
             self.abandon()
-            self._drop_all()
+            self.ownership.drop_all()
             self._last_task = asyncio.get_running_loop().create_task(self.membership.leave())
 
-    # --- what shards need (shard.Yard) ------------------------------------------------------------
+    # --- what shards need (ShardHost) -------------------------------------------------------------
 
     def arm(self, entry: Entry) -> None:
         self.fire_loop.arm(entry)
@@ -226,203 +241,41 @@ class Engine:
     def disarm(self, entry: Entry) -> None:
         self.fire_loop.disarm(entry)
 
-    def remember(self, weight: int) -> None:
-        self.horizon.remember(weight)
+    def add_weight(self, weight: int) -> None:
+        self.look_ahead.add_weight(weight)
 
-    def written(self, shard: Shard) -> None:
-        self._lanes[shard.shard_id % len(self._lanes)].written(shard)
+    def enqueue(self, shard: Shard) -> None:
+        self._group_commits[shard.shard_id % len(self._group_commits)].enqueue(shard)
 
     def boot_ms(self) -> int:
         return self.clock.boot_ms()
-
-    # --- claims -----------------------------------------------------------------------------------
-
-    async def balance(self) -> None:
-        """Read the shards anew; claim what should be mine and is free, release what should be another's.
-
-        What it reads is no older than the call. All who ask while one is waiting to begin share it.
-        """
-        await self._shared_balance()
-
-    async def _balance(self) -> None:
-        self._settled = False
-        asked_at_ms = self._balanced_at_ms = self.clock.boot_ms()
-        self.rows = {row.shard_id: row for row in await self._store.shards()}
-        if not self._store.capabilities.exclusive:
-            # Members after shards, never before: an owner that joined in between would look dead.
-            await self.membership.observe()
-        alive, eligible = self.membership.alive, self.membership.eligible
-        me = self.membership.instance_id
-        if not self.stopping and me in alive and not self.membership.may_claim():
-            # One whose clock is off is alive: what it does not serve, and yet owns, nobody else may take.
-            await self._give_free([row.fence for row in self.rows.values() if self._is_orphan(row)])
-        if self.stopping or not self.membership.may_claim() or me not in alive:
-            return  # nothing is claimed before this instance is fully alive, nor once it is dead
-        target = owners(len(self.rows), eligible)
-        wanted: list[ShardRow] = []
-        unwanted: list[Shard] = []
-        orphaned: list[Fence] = []
-        for row in self.rows.values():
-            is_mine = target[row.shard_id] == me
-            shard = self.shards.get(row.shard_id)
-            if shard is not None:
-                # Another has it, or a failover of the database has forgotten that we do.
-                if row.fence != shard.fence and shard.fenced_at_ms < asked_at_ms and not shard.recovering:
-                    self._lost(shard, OutcomeUnknown())
-                elif not is_mine and not shard.draining and self.membership.is_established(target[row.shard_id]):
-                    unwanted.append(shard)
-            elif is_mine and (row.owner_id == me or row.owner_id not in alive):
-                wanted.append(row)
-            elif self._is_orphan(row):
-                orphaned.append(row.fence)
-        for start in range(0, len(wanted), _CLAIMS_PER_CALL):
-            await self._claim(wanted[start : start + _CLAIMS_PER_CALL])
-        self._settled = all(row.owner_id == target[shard_id] for shard_id, row in self.rows.items())
-        self.horizon.look()
-        if unwanted:
-            self._spawn(self._release(unwanted))
-        await self._give_free(orphaned)
-
-    def _is_orphan(self, row: ShardRow) -> bool:
-        """Ours by its row and not served: a release that did not get through."""
-        return row.owner_id == self.membership.instance_id and row.shard_id not in self.shards
-
-    async def _claim(self, rows: list[ShardRow]) -> None:
-        claims = [self._claim_of(row.shard_id, row.version) for row in rows]
-        for claim, row in zip(claims, await self._store.claim(claims), strict=True):
-            self.rows[row.shard_id] = row
-            # An answer that got lost is no matter: the row then carries our id, and is claimed once more.
-            # One that was made under a name we no longer have is not ours.
-            if row.nonce == claim.nonce and claim.owner_id == self.membership.instance_id:
-                self.shards[row.shard_id] = Shard(row, self)
-
-    def _claim_of(self, shard_id: int, expected_version: int) -> Claim:
-        return Claim(
-            shard_id=shard_id,
-            expected_version=expected_version,
-            nonce=self._rng.getrandbits(63),
-            owner_id=self.membership.instance_id,
-            owner_address=self.membership.address,
-            now_ms=self.clock.wall_ms(),
-        )
-
-    # --- losing and giving away -------------------------------------------------------------------
-
-    def _lost(self, shard: Shard, unknown: DuetimeError | None = None) -> None:
-        """`unknown`: what to tell about a commit under way, unless it was the one that was refused."""
-        self.telemetry.shards_lost.value += 1
-        log.debug("lost ownership of shard %d", shard.shard_id)
-        if not self._newly_lost:
-            asyncio.get_running_loop().call_soon(self._tell_lost)
-        self._newly_lost += 1
-        self._drop(shard, NotOwner(), unknown)
-
-    def _tell_lost(self) -> None:
-        """One line for all that were lost together."""
-        log.warning("lost ownership of %d shards", self._newly_lost)
-        self._newly_lost = 0
-
-    def _drop(self, shard: Shard, error: DuetimeError, unknown: DuetimeError | None = None) -> None:
-        if self.shards.get(shard.shard_id) is shard:
-            del self.shards[shard.shard_id]
-        shard.drop(error, unknown)
-
-    def _drop_all(self) -> None:
-        self._settled = False
-        for shard in list(self.shards.values()):
-            self._drop(shard, NotOwner(), OutcomeUnknown())
-
-    async def _release(self, shards: list[Shard]) -> None:
-        """Start no more deliveries. Once those in flight have ended, accept no more writes, commit, and only then
-        release the shards, each as soon as it is possible."""
-        for shard in shards:
-            shard.draining = True
-        deadline_ms = self.clock.boot_ms() + self._config.server.drain_timeout.ms
-        waiting = shards
-        while waiting := [shard for shard in waiting if not shard.dropped]:
-            too_late = self.clock.boot_ms() >= deadline_ms
-            for shard in waiting:
-                shard.closing = shard.closing or too_late or not shard.sending
-            if too_late and not all(shard.is_quiet for shard in waiting):
-                log.warning("drain timeout: deliveries still in flight may be repeated")
-            quiet = [shard for shard in waiting if too_late or (shard.closing and shard.is_quiet)]
-            fences = [shard.fence for shard in quiet]
-            for shard in quiet:
-                self._drop(shard, NotOwner(), OutcomeUnknown())
-            await self._give_free(fences)
-            if len(quiet) < len(waiting):
-                await asyncio.sleep(0.01)
-
-    async def _give_free(self, fences: list[Fence]) -> None:
-        for start in range(0, len(fences), _CLAIMS_PER_CALL):
-            try:
-                await self._store.release(fences[start : start + _CLAIMS_PER_CALL])
-            except StoreError as error:
-                log.warning("could not release shards, trying again at the next look: %s", error)
-
-    # --- recovery ---------------------------------------------------------------------------------
-
-    def _unknown(self, shard: Shard) -> None:
-        """The outcome of the shard's commit is unknown. Single flight: one recovery at a time."""
-        if not shard.recovering:
-            shard.recovering = True
-            self.telemetry.reclaims.value += 1
-            self._spawn(self._recover(shard))
-
-    async def _recover(self, shard: Shard) -> None:
-        """Claim again, so that the old commit can no longer happen; then read whether it has."""
-        claim = self._claim_of(shard.shard_id, shard.fence.version)
-        pause = _RECOVERY_PAUSE_SECONDS
-        while not shard.dropped:
-            try:
-                # The same claim again if its answer got lost: the nonce tells whether it was made.
-                row = (await self._store.claim([claim]))[0]
-                if row.nonce != claim.nonce:
-                    self._drop(shard, NotOwner(), OutcomeUnknown())
-                    return
-                found = await self._read(shard.shard_id, list(shard.committing))
-            except StoreError as error:
-                self._recovery_log.failed(error, self.clock.boot_ms())
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, _RECOVERY_PAUSE_MAX_SECONDS)
-                continue
-            if not shard.dropped:
-                self.rows[shard.shard_id] = row
-                shard.recovered(row, found)
-                self._recovery_log.recovered()
-            return
-
-    async def _read(self, shard_id: int, keys: list[TimerKey]) -> dict[TimerKey, Found]:
-        found: dict[TimerKey, Found] = {}
-        for start in range(0, len(keys), _CLAIMS_PER_CALL):
-            some = keys[start : start + _CLAIMS_PER_CALL]
-            found.update(zip(some, await self._store.get_many([(shard_id, key) for key in some]), strict=True))
-        return found
 
     # --- loops ------------------------------------------------------------------------------------
 
     async def _heartbeats(self) -> None:
         interval = self._config.engine.heartbeat_interval.seconds
-        alone = self._store.capabilities.exclusive
+        exclusive = self._store.capabilities.exclusive
         dead = False
         while True:
-            await asyncio.sleep(self._until_next_look(interval))
+            await asyncio.sleep(self._heartbeat_delay(interval))
             try:
                 if dead:
-                    # A join that fails half-way may have let a claim through: nothing outlives a name.
-                    self._drop_all()
+                    # A join that failed half-way may have let a claim through. Drop all shards again: none may be
+                    # served under a new id that was claimed under an old one.
+                    self.ownership.drop_all()
                     await self.membership.join()
                     dead = False
-                    self._once(self._look)
-                await self.membership.beat()
-                if self.membership.is_skewed and not alone:
-                    self._spawn(self._release([s for s in self.shards.values() if not s.draining]))
-                if not alone:
-                    self._once(self._look)
+                    self._spawn_once(self._observe_cluster)
+                await self.membership.send_heartbeat()
+                if self.membership.is_skewed and not exclusive:
+                    # The lease is given up with the skew: other members can serve these shards, this one cannot.
+                    self._spawn(self.ownership.release([s for s in self.shards.values() if not s.draining]))
+                if not exclusive:
+                    self._spawn_once(self._observe_cluster)
             except MemberDead as error:
-                # Whatever we held is another's. Begin again, under a new name.
+                # Other members may own our shards by now.
                 log.warning("dropping all shards and joining again under a new id: %s", error)
-                self._drop_all()
+                self.ownership.drop_all()
                 if isinstance(error, FailedOver):
                     self.membership.wait_before_claims()
                 dead = True
@@ -430,25 +283,27 @@ class Engine:
                 self._cluster_read_log.failed(error, self.clock.boot_ms())
             self.fire_loop.wake()
 
-    async def _look(self) -> None:
-        """Beside the heartbeats: a claim that waits for a lock, or on a line that hangs, must not cost the lease."""
+    def _heartbeat_delay(self, interval: float) -> float:
+        """Seconds until the next heartbeat; fewer if a member may be declared dead before it."""
+        death_ms = self.membership.next_death_ms()
+        if death_ms is None:
+            return interval
+        return min(interval, max(_HEARTBEAT_DELAY_MIN_SECONDS, (death_ms - self.clock.boot_ms()) / 1_000))
+
+    async def _observe_cluster(self) -> None:
+        """A task of its own: a claim that waits for a lock, or on a connection that hangs, must not delay heartbeats,
+        or the lease would end."""
         try:
-            if await self.membership.observe() or not self._settled:
+            # A balance reads the members itself. If they have changed it has to read them again, after the shards.
+            if not self.ownership.is_balanced or await self.membership.observe():
                 await self.balance()
         except StoreError as error:
             self._cluster_read_log.failed(error, self.clock.boot_ms())
         else:
             self._cluster_read_log.recovered()
 
-    def _until_next_look(self, interval: float) -> float:
-        """The next heartbeat; sooner if a member may be declared dead before it."""
-        death_ms = self.membership.next_death_ms()
-        if death_ms is None:
-            return interval
-        return min(interval, max(0.05, (death_ms - self.clock.boot_ms()) / 1_000))
-
     async def _sweeps(self) -> None:
-        """Once a second: nothing depends on a wake-up that might have been lost."""
+        """Once a second all that may be due is checked, so that nothing depends on a wake-up that was lost."""
         loop = asyncio.get_running_loop()
         while True:
             expected = loop.time() + 1.0
@@ -459,15 +314,15 @@ class Engine:
                 shard.expire(now_ms - self._config.engine.write_timeout.ms)
             self.fire_loop.flow.measure()
             self.fire_loop.flow.resume()
-            self.horizon.relieve()
-            self.horizon.look()
+            self.look_ahead.reduce_memory()
+            self.look_ahead.find_shards_to_load()
             self.fire_loop.wake()
             if self.fire_loop.holds_any:
-                self._once(self._read_namespaces)
-            self._once(self._look_at_store)
+                self._spawn_once(self._read_namespaces)
+            self._spawn_once(self._refresh_from_store)
 
     async def _read_namespaces(self) -> None:
-        """For due timers whose namespace is not known: until it is known, they are not sent."""
+        """For due timers whose namespace is not known: they are not sent before it is."""
         while held := self.fire_loop.take_held():
             reread = False
             try:
@@ -475,57 +330,59 @@ class Engine:
                 reread = True
             except StoreError as error:
                 self._cluster_read_log.failed(error, self.clock.boot_ms())
-            came_meanwhile = self.fire_loop.holds_any
+            more_held = self.fire_loop.holds_any
             self.fire_loop.fire_held(held, reread=reread)
-            if not came_meanwhile:
+            if not more_held:
                 return  # timers that are still held are tried again with the next sweep
 
-    async def _look_at_store(self) -> None:
-        """Beside the sweeps, which must not wait for a store that hangs."""
+    async def _refresh_from_store(self) -> None:
+        """A task of its own: sweeps must not wait for a store that hangs."""
         exclusive = self._store.capabilities.exclusive
         try:
             if not exclusive:
                 await self.namespaces.refresh()
             if exclusive:
-                due = len(self.shards) < len(self.rows)  # what could not be claimed for want of a lease
+                due = len(self.shards) < len(self.rows)  # some could not be claimed, because there was no lease
             else:
-                due = self.clock.boot_ms() - self._balanced_at_ms > _BALANCE_EVERY_MS
-            if due or self.namespaces.shards_needed() > len(self.rows):  # another instance has made a wider one
+                due = self.clock.boot_ms() - self.ownership.balanced_at_ms > _BALANCE_EVERY_MS
+            # Another instance may have created a namespace that needs more shards than there were.
+            if due or self.namespaces.shards_needed() > len(self.rows):
                 await self.balance()
         except StoreError as error:
             self._cluster_read_log.failed(error, self.clock.boot_ms())
 
     async def _purges(self) -> None:
-        """Reached rows past their retention go, every shard once a minute."""
-        turn = 0
+        """Removes reached timers past their retention, of every shard once a minute."""
+        second = 0
         while True:
             await asyncio.sleep(1.0)
-            turn = (turn + 1) % _PURGE_ROUND_SECONDS
-            shards = [s for s in self.shards.values() if s.shard_id % _PURGE_ROUND_SECONDS == turn]
-            troubles: list[StoreError] = []
+            second = (second + 1) % _PURGE_ROUND_SECONDS
+            shards = [s for s in self.shards.values() if s.shard_id % _PURGE_ROUND_SECONDS == second]
+            errors: list[StoreError] = []
             while shards:
-                shards = await self._purge([s for s in shards if not (s.dropped or s.recovering)], troubles)
-            if troubles:
-                self._purge_log.failed(troubles[0], self.clock.boot_ms())
+                shards = await self._purge([s for s in shards if not (s.dropped or s.recovering)], errors)
+            if errors:
+                self._purge_log.failed(errors[0], self.clock.boot_ms())
             else:
                 self._purge_log.recovered()
 
-    async def _purge(self, shards: list[Shard], troubles: list[StoreError]) -> list[Shard]:
-        """One round; answers the shards that may have more. Those in trouble have to wait for the next minute."""
+    async def _purge(self, shards: list[Shard], errors: list[StoreError]) -> list[Shard]:
+        """One call. Returns the shards that may have more to purge; those that failed wait for the next minute."""
         fences = [shard.fence for shard in shards]
         limit = max(1, _PURGED_PER_CALL // max(1, len(shards)))
         try:
             results = await self._store.purge_reached(fences, self.membership.now_ms(), limit)
         except StoreError as error:
-            troubles.append(error)
+            errors.append(error)
             return []
         more: list[Shard] = []
         for shard, fence, removed in zip(shards, fences, results, strict=True):
             if isinstance(removed, ShardLost):
-                if shard.fence is fence and not shard.recovering:  # a recovery changes the fence under our feet
-                    self._lost(shard, OutcomeUnknown())
+                # A recovery changes the fence. Then the error says nothing about the shard's owner.
+                if shard.fence is fence and not shard.recovering:
+                    self.ownership.lost(shard, OutcomeUnknown())
             elif isinstance(removed, StoreError):
-                troubles.append(removed)
+                errors.append(removed)
             elif removed == limit:
                 more.append(shard)
         return more

@@ -1,7 +1,7 @@
-"""The fire loop: one integer heap and one wake-up for the whole instance, and what happens to a due timer.
+"""The fire loop: one heap of integers and one wake-up for the whole instance, and what happens to a due timer.
 
-A ticket is `execute_at_ms << 32 | counter`, so the heap compares plain integers and timers of one
-millisecond go in the order they came. A ticket that is no longer in `_armed` is skipped when it surfaces.
+A ticket is `execute_at_ms << 32 | counter`, so the heap compares plain integers, and timers of the same millisecond
+fire in the order they were armed. A ticket that is no longer in `_armed` is skipped when it is popped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from duetime.delivery import Attempt, Deliverer
 from duetime.domain.timer import AttemptResult, Contact, Namespace, Outcome, Settlement, armed_at, missed, settle
 from duetime.engine.flow import Flow
 from duetime.engine.namespaces import Namespaces
-from duetime.engine.shard import Entry, Phase
+from duetime.engine.shard import Entry, Phase, ShardState
 from duetime.errors import NotFound
 from duetime.telemetry import FailureLog, Telemetry, log
 
@@ -25,26 +25,27 @@ __all__ = ["FireLoop", "Firing"]
 
 _COUNTER_BITS = 32
 _COUNTER_MASK = (1 << _COUNTER_BITS) - 1
-_FIRED_PER_TURN = 256
+_FIRED_PER_WAKE_UP = 256
 _SWEEP_SECONDS = 1.0
-_SPREAD_SECONDS = 30.0  # over which parked timers of a namespace that is not known come back
-_QUEUED = Phase.QUEUED
+_SPREAD_SECONDS = 30.0  # over which the new due times of parked timers of an unknown namespace are spread
+_QUEUED, _OPEN = Phase.QUEUED, ShardState.OPEN
 
 
 class Firing:
-    """One due timer on its way through flow and delivery."""
+    """One due timer, from flow control to the result of its attempt."""
 
     __slots__ = ("begun", "entry", "fence", "loop", "namespace")
 
     def __init__(self, entry: Entry, namespace: Namespace, loop: FireLoop) -> None:
         self.entry = entry
-        self.namespace = namespace  # as read when the attempt is made; the outcome is settled with the same settings
+        self.namespace = namespace  # as known when the attempt is made; its result is settled with the same settings
         self.loop = loop
-        self.fence = entry.shard.fence  # as the request will say; it may change while the request waits
+        self.fence = entry.shard.fence  # the request carries it; the shard's fence may change while the timer waits
         self.begun = False
 
     def begin(self) -> int | None:
-        """Right before the first byte: lease valid, shard still owned, timer still this generation, and due."""
+        """Right before the first byte: the time to stamp on the request, or None if the attempt must not be made. It
+        may be made if the lease is valid, the shard is still owned, and the timer is due and has not changed."""
         loop, entry = self.loop, self.entry
         if loop.stopped or not loop.membership.may_fire() or entry.shard.fence is not self.fence:
             return None
@@ -77,8 +78,8 @@ class FireLoop:
         self.flow: Flow[Firing] = Flow(
             config,
             deliver=self._deliver,
-            wanted=lambda firing: firing.entry.phase is _QUEUED and not firing.entry.shard.draining,
-            done=self._done,
+            wanted=lambda firing: firing.entry.phase is _QUEUED and firing.entry.shard.state is _OPEN,
+            done=self._attempt_done,
             congested=congested,
         )
         self._deliverer = deliverer
@@ -87,7 +88,8 @@ class FireLoop:
         self._read_namespaces = read_namespaces
         self._without_namespace: list[Entry] = []  # due, but their namespace has to be read first
         self._unknown_namespace_log = FailureLog(
-            "due timers are held: their namespace is not known", "all namespaces of due timers are known again"
+            "due timers are held because their namespace is not known",
+            "the namespaces of all due timers are known again",
         )
         self._heap: list[int] = []
         self._armed: dict[int, Entry] = {}
@@ -117,21 +119,22 @@ class FireLoop:
         return list(self._armed)
 
     def oldest_due_ms(self, now_ms: int) -> int | None:
-        """How long the first timer that should have been fired has been waiting for it, here or at its destination."""
+        """For how long the earliest due timer has been waiting: in the heap, for its namespace, or for its destination.
+        None: no timer is due."""
         while self._heap and self._heap[0] not in self._armed:
             heapq.heappop(self._heap)
         oldest_ms = self._heap[0] >> _COUNTER_BITS if self._heap else now_ms
-        for firing in self.flow.heads():
+        for firing in self.flow.oldest_waiting():
             if firing.entry.phase is _QUEUED:
                 oldest_ms = min(oldest_ms, firing.entry.timer.execute_at_ms)
-        for entry in self._without_namespace[:1]:  # held in the order they were due
+        for entry in self._without_namespace[:1]:  # in the order they became due
             oldest_ms = min(oldest_ms, entry.timer.execute_at_ms)
         return now_ms - oldest_ms if oldest_ms < now_ms else None
 
     # --- the wake-up ------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Look again now: the lease was renewed, or a second has passed."""
+        """Check now what is due: the lease was renewed, or a second has passed."""
         self._wake_in(0.0)
 
     def _wake_for(self, due_ms: int) -> None:
@@ -144,10 +147,10 @@ class FireLoop:
         if self._waker is not None:
             self._waker.cancel()
         self._wake_at = at
-        self._waker = self._loop.call_at(at, self._turn)
+        self._waker = self._loop.call_at(at, self._fire_due)
 
-    def _turn(self) -> None:
-        """Fire what is due, a bounded number at a time, so that nothing else has to wait for a burst."""
+    def _fire_due(self) -> None:
+        """Fire what is due, a limited number at a time, so that other work does not wait for a burst."""
         self._waker = None
         if self.stopped:
             return
@@ -155,7 +158,7 @@ class FireLoop:
         if self.membership.may_fire():
             now_ms = self.membership.now_ms()
             due_before = (now_ms + 1) << _COUNTER_BITS
-            for _ in range(_FIRED_PER_TURN):
+            for _ in range(_FIRED_PER_WAKE_UP):
                 if not heap or heap[0] >= due_before:
                     break
                 entry = armed.pop(heapq.heappop(heap), None)
@@ -166,7 +169,7 @@ class FireLoop:
                 self._wake_for(heap[0] >> _COUNTER_BITS)
 
     def stop(self) -> None:
-        """Fire nothing more; deliveries in flight go on."""
+        """Start no more deliveries; those in flight go on."""
         self.stopped = True
         self.flow.stop()
         if self._waker is not None:
@@ -177,8 +180,8 @@ class FireLoop:
     def _try_fire(self, entry: Entry, now_ms: int, *, reread: bool = False) -> None:
         try:
             self._fire(entry, now_ms, reread)
-        except Exception as error:  # one timer that cannot even be queued must not stop the others
-            self._broke(entry, error)
+        except Exception as error:  # a timer that cannot be queued must not stop the others
+            self._firing_failed(entry, error)
 
     def _fire(self, entry: Entry, now_ms: int, reread: bool) -> None:
         """`reread`: the namespaces were read after this timer was due."""
@@ -186,20 +189,20 @@ class FireLoop:
         if entry.phase is not Phase.ARMED:
             return
         if shard.recovering:
-            shard.stall(entry)
+            shard.wait_for_recovery(entry)
             return
-        if shard.draining:
-            return  # on its way to another instance, which will find it due
+        if shard.state is not _OPEN:
+            return  # its next owner fires it
         namespace = self._namespaces.known(timer.namespace)
         if namespace is None or (namespace.deleted and not reread):
-            # Not read yet, or created again since the last read. Nothing is sent without its secrets and its policy.
+            # Not read yet, or created again since the last read. Without its secrets and its policy nothing is sent.
             self._hold(entry)
             return
         if timer.extras.missed is not None:
             settlement = missed(timer, namespace, now_ms)
             if settlement is not None:
-                self._count_end(settlement)
-                shard.end_unfired(entry, settlement)
+                self._count_outcome(settlement)
+                shard.settle_without_attempt(entry, settlement)
                 return
         entry.phase = _QUEUED
         firing = Firing(entry, namespace, self)
@@ -225,12 +228,12 @@ class FireLoop:
         return held
 
     def fire_held(self, entries: list[Entry], *, reread: bool) -> None:
-        """`reread`: the namespaces were read after these timers were taken. Those of unknown ones stay held."""
+        """`reread`: the namespaces were read after these timers were taken. Timers of unknown namespaces stay held."""
         reread = reread and self.membership.may_fire()
         unknown: set[str] = set()
         for entry in entries:
             if entry.phase is not Phase.ARMED:
-                continue  # replaced, deleted, or lost with its shard
+                continue  # it was replaced or deleted, or its shard was dropped
             if reread and self._namespaces.known(entry.timer.namespace) is not None:
                 self._try_fire(entry, self.membership.now_ms(), reread=True)
             else:
@@ -241,8 +244,8 @@ class FireLoop:
         else:
             self._unknown_namespace_log.recovered()
 
-    def _broke(self, entry: Entry, error: Exception) -> None:
-        """It counts as an attempt that failed, or it would be forgotten until the next restart."""
+    def _firing_failed(self, entry: Entry, error: Exception) -> None:
+        """Count it as an attempt that failed: otherwise the timer would not be tried again before a restart."""
         timer = entry.timer
         log.exception("unexpected error while firing timer %r of namespace %r", timer.timer_id, timer.namespace)
         namespace = self._namespaces.known(timer.namespace)
@@ -251,23 +254,25 @@ class FireLoop:
             return
         entry.phase = _QUEUED
         try:
-            self._done(Firing(entry, namespace, self), AttemptResult(Contact.BROKEN, error=f"internal: {error!r}"))
+            self._attempt_done(
+                Firing(entry, namespace, self), AttemptResult(Contact.BROKEN, error=f"internal: {error!r}")
+            )
         except Exception:
             log.exception("unexpected error while recording that failed attempt")
 
     async def _deliver(self, firing: Firing) -> AttemptResult:
         entry = firing.entry
         timer, fence = entry.timer, firing.fence
-        # It may have waited long for its destination: use the current settings.
+        # It may have waited long for its destination: use the settings as they are now.
         firing.namespace = self._namespaces.known(timer.namespace) or firing.namespace
         attempt = Attempt(timer, firing.namespace, f"{fence.shard_id}.{fence.version}", firing.begin)
         try:
             return await self._deliverer.deliver(attempt)
-        except Exception as error:  # one timer that breaks its deliverer must not stop the others
+        except Exception as error:  # a timer that makes its deliverer raise must not stop the others
             log.exception("unexpected error while delivering timer %r of namespace %r", timer.timer_id, timer.namespace)
             return AttemptResult(Contact.BROKEN, error=f"internal: {error!r}")
 
-    def _done(self, firing: Firing, result: AttemptResult) -> None:
+    def _attempt_done(self, firing: Firing, result: AttemptResult) -> None:
         entry = firing.entry
         shard, timer = entry.shard, entry.timer
         self.telemetry.attempt_results.add(result.contact.value)
@@ -276,7 +281,7 @@ class FireLoop:
             return
         now_ms = self.membership.now_ms()
         if not firing.begun and not shard.begin(entry, now_ms, again=False):
-            shard.not_sent(entry, begun=False)  # it could not be reached, and does not count now; perhaps later
+            shard.not_sent(entry, begun=False)  # the shard may not make attempts now, so this one does not count
             return
         settlement = settle(
             timer,
@@ -287,32 +292,33 @@ class FireLoop:
             jitter=self._rng.random(),
         )
         if shard.settle(entry, settlement):
-            self._count_end(settlement)
+            self._count_outcome(settlement)
         else:
             self.telemetry.stale_outcomes.value += 1
 
-    def _count_end(self, settlement: Settlement) -> None:
+    def _count_outcome(self, settlement: Settlement) -> None:
         if settlement.reached is not None:
             outcome: Outcome = settlement.reached.outcome
             self.telemetry.outcomes.add(outcome.value)
 
-    # --- memory is short --------------------------------------------------------------------------
+    # --- parking ----------------------------------------------------------------------------------
 
     def park(self, count: int) -> int:
-        """Put due timers whose destination will not take them soon back to the store, for later.
+        """Park up to `count` due timers whose destination will not be called with them soon: put them back to the
+        store, due later. Returns how many.
 
-        No attempt is spent. The more of a destination are parked, the wider they are spread.
+        No attempt is spent. The more timers of a destination are parked, the wider their new due times are spread.
         """
         parked = 0
         now_ms = self.membership.now_ms()
-        for firing, spread_seconds in self.flow.take_back(count):
+        for firing, spread_seconds in self.flow.remove_waiting(count):
             entry = firing.entry
             if entry.phase is not _QUEUED:
                 continue
             self._park(entry, now_ms, spread_seconds)
             parked += 1
         while self._without_namespace and parked < count:
-            entry = self._without_namespace.pop()  # the last ones first
+            entry = self._without_namespace.pop()  # the newest first
             if entry.phase is Phase.ARMED:
                 self._park(entry, now_ms, _SPREAD_SECONDS)
                 parked += 1
@@ -321,4 +327,6 @@ class FireLoop:
 
     def _park(self, entry: Entry, now_ms: int, spread_seconds: float) -> None:
         later_ms = now_ms + int((30 + self._rng.random() * spread_seconds) * 1_000)
-        entry.shard.end_unfired(entry, Settlement(rearmed=armed_at(entry.timer, later_ms, occurrence_done=False)))
+        entry.shard.settle_without_attempt(
+            entry, Settlement(rearmed=armed_at(entry.timer, later_ms, occurrence_done=False))
+        )

@@ -1,7 +1,7 @@
-"""A writer lane: one commit in flight for all its shards, everything asked for meanwhile in the next.
+"""Group commit: one commit in flight for many shards; writes that arrive meanwhile go into the next one.
 
-Group commit without a timer: while a commit is on its way the shards gather Ops, so the batch grows with
-the load and shrinks with it. Also here: bulk reads by key, gathered the same way (`BatchedReader`).
+No timer is needed: while a commit is in flight the shards collect pending writes, so a batch grows and shrinks with the
+load. Also here: `BatchedReader`, which collects reads by key in the same way.
 """
 
 from __future__ import annotations
@@ -35,71 +35,71 @@ class GroupCommit:
         clock: Clock,
         telemetry: Telemetry,
         *,
-        lost: Callable[[Shard], None],
-        unknown: Callable[[Shard], None],
-        committed: Callable[[], None],
+        on_lost: Callable[[Shard], None],
+        on_unknown: Callable[[Shard], None],
+        on_committed: Callable[[], None],
     ) -> None:
         self._store = store
         self._clock = clock
         self._telemetry = telemetry
-        self._lost = lost
-        self._unknown = unknown
-        self._committed = committed
-        self._dirty: deque[Shard] = deque()
-        self._queued: set[Shard] = set()
+        self._on_lost = on_lost
+        self._on_unknown = on_unknown
+        self._on_committed = on_committed
+        self._queue: deque[Shard] = deque()  # shards with pending writes
+        self._in_queue: set[Shard] = set()
         self._failures: WeakKeyDictionary[Shard, int] = WeakKeyDictionary()  # in a row
-        self._rooms: WeakKeyDictionary[Shard, int] = WeakKeyDictionary()  # rows at a time, after a failure
-        self._apart: WeakSet[Shard] = WeakSet()  # each is committed alone, until such a commit succeeds
-        self._resting: set[Shard] = set()
+        self._rows_max: WeakKeyDictionary[Shard, int] = WeakKeyDictionary()  # rows per batch, after a failure
+        self._alone: WeakSet[Shard] = WeakSet()  # each is committed alone, until such a commit succeeds
+        self._paused: set[Shard] = set()
         self._wake = asyncio.Event()
-        self._low_water_at_ms: dict[int, int] = {}
+        self._low_water_at_ms: dict[int, int] = {}  # by shard, boot time at which its low-water mark was raised last
         self._failure_log = FailureLog("commits are not applied, and tried again", "commits are applied again")
 
-    def written(self, shard: Shard) -> None:
-        """The shard has Ops waiting."""
-        if shard not in self._queued and shard not in self._resting:
-            self._queued.add(shard)
-            self._dirty.append(shard)
+    def enqueue(self, shard: Shard) -> None:
+        """The shard has pending writes."""
+        if shard not in self._in_queue and shard not in self._paused:
+            self._in_queue.add(shard)
+            self._queue.append(shard)
             self._wake.set()
 
     async def run(self) -> None:
         while True:
             await self._wake.wait()
-            # One turn of the loop: whatever arrived together is committed together.
+            # One iteration of the event loop: writes that arrived together are committed together.
             await asyncio.sleep(0)
-            taken = self._take()
+            taken = self._next_batches()
             if taken:
                 await self._commit(taken)
             else:
                 self._wake.clear()
 
-    def _take(self) -> list[tuple[Shard, Batch]]:
-        room, chars = self._store.capabilities.batch_max, self._store.capabilities.batch_chars_max
+    def _next_batches(self) -> list[tuple[Shard, Batch]]:
+        rows_left, chars_left = self._store.capabilities.batch_max, self._store.capabilities.batch_chars_max
         taken: list[tuple[Shard, Batch]] = []
-        for _ in range(len(self._dirty)):
-            if room <= 0 or chars <= 0:
+        for _ in range(len(self._queue)):
+            if rows_left <= 0 or chars_left <= 0:
                 break
-            shard = self._dirty[0]
-            if shard in self._apart and taken:
+            shard = self._queue[0]
+            if shard in self._alone and taken:
                 break
-            self._dirty.popleft()
-            self._queued.discard(shard)
-            if shard in self._resting:
-                continue  # it comes back when it has rested
-            batch = shard.next_batch(min(room, self._rooms.get(shard, room)), chars)
+            self._queue.popleft()
+            self._in_queue.discard(shard)
+            if shard in self._paused:
+                continue  # it is enqueued again when its pause ends
+            batch = shard.next_batch(min(rows_left, self._rows_max.get(shard, rows_left)), chars_left)
             if batch is None:
-                continue  # dropped, or recovering: it comes back by itself
+                continue  # dropped, or recovering: then it is enqueued again when the recovery ends
             if shard.pending:
-                self.written(shard)
-            room -= shard.committing_rows
-            chars -= shard.committing_chars
-            taken.append((shard, self._with_low_water(shard, batch)))
-            if shard in self._apart:
+                self.enqueue(shard)
+            rows_left -= shard.committing_rows
+            chars_left -= shard.committing_chars
+            taken.append((shard, self._with_raised_low_water(shard, batch)))
+            if shard in self._alone:
                 break
         return taken
 
-    def _with_low_water(self, shard: Shard, batch: Batch) -> Batch:
-        """Now and then a batch also carries the low water upwards; never a commit for it alone."""
+    def _with_raised_low_water(self, shard: Shard, batch: Batch) -> Batch:
+        """Every 10 s a batch also raises the low-water mark. There is never a commit for that alone."""
         now_ms = self._clock.boot_ms()
         if now_ms - self._low_water_at_ms.get(shard.shard_id, 0) < _LOW_WATER_EVERY_MS:
             return batch
@@ -129,68 +129,69 @@ class GroupCommit:
         is_shared = raised and len(taken) > 1
         for (shard, batch), result in zip(taken, results, strict=True):
             if not shard.dropped:
-                self._settle(shard, batch, result, is_shared=is_shared)
+                self._finish(shard, batch, result, is_shared=is_shared)
         if len(errors) < len(results):
-            self._committed()
+            self._on_committed()
 
-    def _settle(self, shard: Shard, batch: Batch, result: Committed | StoreError, *, is_shared: bool) -> None:
+    def _finish(self, shard: Shard, batch: Batch, result: Committed | StoreError, *, is_shared: bool) -> None:
         """`is_shared`: the error is of a commit of several shards, and another shard may be the reason."""
         if isinstance(result, Committed):
             self._failures.pop(shard, None)
-            if shard in self._rooms:
-                self._succeeded(shard)
+            if shard in self._rows_max:
+                self._raise_rows_max(shard)
             else:
-                self._apart.discard(shard)
+                self._alone.discard(shard)
             shard.committed(batch, result)
         elif isinstance(result, ShardLost):
-            self._lost(shard)
+            self._on_lost(shard)
         else:
             # A write that can never be applied must not block other writes. The shards of the commit are tried one
-            # by one; for a shard that still fails the batch is halved, down to one Op.
+            # by one; for a shard that still fails the batch is halved, down to one write.
             if is_shared:
-                self._apart.add(shard)
+                self._alone.add(shard)
             else:
-                self._rooms[shard] = max(1, shard.committing_rows // 2)
+                self._rows_max[shard] = max(1, shard.committing_rows // 2)
             if not is_shared or isinstance(result, StoreThrottled):
-                self._rest(shard, can_be_split=len(shard.committing) > 1)
+                self._pause(shard, can_be_split=len(shard.committing) > 1)
             if isinstance(result, StoreUnavailable):
                 shard.not_committed(str(result))
             else:
-                self._unknown(shard)
+                # It may have been applied: committing the same writes again could undo a later change.
+                self._on_unknown(shard)
 
-    def _succeeded(self, shard: Shard) -> None:
-        self._rooms[shard] *= 2
-        if self._rooms[shard] >= self._store.capabilities.batch_max:
-            del self._rooms[shard]
+    def _raise_rows_max(self, shard: Shard) -> None:
+        self._rows_max[shard] *= 2
+        if self._rows_max[shard] >= self._store.capabilities.batch_max:
+            del self._rows_max[shard]
 
-    def _rest(self, shard: Shard, *, can_be_split: bool) -> None:
+    def _pause(self, shard: Shard, *, can_be_split: bool) -> None:
         """Pauses this shard, longer with each failure; the others continue. While its batch can still be halved the
         pause does not grow: a part of it may succeed."""
-        self._resting.add(shard)
+        self._paused.add(shard)
         failures = self._failures.get(shard, 0)
         pause = min(_PAUSE_FIRST_SECONDS * 2 ** min(failures, 10), _PAUSE_MAX_SECONDS)
         if not can_be_split:
             self._failures[shard] = failures + 1
-        asyncio.get_running_loop().call_later(pause, self._rested, shard)
+        asyncio.get_running_loop().call_later(pause, self._end_pause, shard)
 
-    def _rested(self, shard: Shard) -> None:
-        self._resting.discard(shard)
+    def _end_pause(self, shard: Shard) -> None:
+        self._paused.discard(shard)
         if shard.pending and not shard.dropped:
-            self.written(shard)
+            self.enqueue(shard)
 
 
 class BatchedReader:
-    """Reads by key: what is asked for in one turn of the loop goes to the store in one call."""
+    """Reads by key: what is asked for in one iteration of the event loop goes to the store in one call."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._asked: dict[tuple[int, TimerKey], list[asyncio.Future[Found]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[tuple[int, TimerKey], list[asyncio.Future[Found]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
 
     async def find(self, shard_id: int, key: TimerKey) -> Found:
         future: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        self._asked.setdefault((shard_id, key), []).append(future)
-        if len(self._asked) == 1 and len(self._asked[shard_id, key]) == 1:
+        self._waiting.setdefault((shard_id, key), []).append(future)
+        if len(self._waiting) == 1 and len(self._waiting[shard_id, key]) == 1:
             task = asyncio.create_task(self._read())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -198,16 +199,16 @@ class BatchedReader:
 
     async def _read(self) -> None:
         await asyncio.sleep(0)
-        asked, self._asked = self._asked, {}
-        keys = list(asked)
+        waiting, self._waiting = self._waiting, {}
+        keys = list(waiting)
         for start in range(0, len(keys), _KEYS_PER_READ):
             some = keys[start : start + _KEYS_PER_READ]
             try:
                 found: list[Found] | Exception = await self._store.get_many(some)
-            except Exception as error:  # every asker is told, whatever it was
+            except Exception as error:  # every caller gets it, or it would wait for ever
                 found = error
             for index, key in enumerate(some):
-                for future in asked[key]:
+                for future in waiting[key]:
                     if future.done():
                         continue
                     if isinstance(found, Exception):

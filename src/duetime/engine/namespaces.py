@@ -1,4 +1,4 @@
-"""The namespaces as this instance knows them: a cache of the store's table, read through on a miss."""
+"""The namespaces as this instance knows them: a cache of the store's table that is read again on a miss."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from duetime.store import Store
 __all__ = ["DEFAULT_NAMESPACE", "FRESH_FOR_MS", "Namespaces"]
 
 DEFAULT_NAMESPACE = "default"
-# Whoever deletes a namespace waits for longer than this: then nobody takes a write for it any more.
+# A create is accepted only if the namespaces were read less than this ago. The deletion of a namespace waits for
+# longer, so that all instances have seen it and accept no more creates.
 FRESH_FOR_MS = 3_000
 _DELETION_ENDS_MS = 30_000
-_READ_AGAIN_AFTER_S = 0.05  # wrong names must not be able to hammer the store
+_READ_AGAIN_AFTER_S = 0.05  # requests with wrong names must not overload the store
 
 
 class Namespaces:
@@ -25,32 +26,35 @@ class Namespaces:
         self._clock = clock
         self._fresh_until_ms = 0
         self._by_name: dict[str, Namespace] = {}
-        self._events = 0  # readings that began and writes that ended, numbered in their order
-        self._read = 0  # the reading that is known
-        self._written: dict[str, int] = {}  # what this instance has written since that began
-        self._deleting: dict[str, tuple[int, int]] = {}  # marks seen: revision, and boot time of the first look
-        self._shared_refresh = SingleFlight(self.refresh, pause_s=_READ_AGAIN_AFTER_S)
+        self._events = 0  # a number for each read that began and each write that ended, in their order
+        self._read = 0  # the number of the read that the cache is of
+        self._written: dict[str, int] = {}  # what this instance has written since that read began
+        self._deleting: dict[
+            str, tuple[int, int]
+        ] = {}  # by name: the revision that is marked for deletion, and when it was seen first
+        self._single_refresh = SingleFlight(self.refresh, pause_s=_READ_AGAIN_AFTER_S)
 
     async def refresh(self) -> None:
         began_ms = self._clock.boot_ms()
         began = self._events = self._events + 1
         rows = await self._store.namespaces()
         if began < self._read:
-            return  # one that began later has been here
+            return  # a read that began later has ended already
         self._read = began
         by_name = {namespace.name: namespace for namespace in rows}
-        # What was written since the reading began is newer than what was read.
+        # What was written since the read began is newer than what was read.
         self._written = {name: at for name, at in self._written.items() if at > began}
         by_name.update((name, self._by_name[name]) for name in self._written)
         self._by_name = by_name
         self._fresh_until_ms = began_ms + FRESH_FOR_MS
 
     async def reread(self) -> None:
-        """A reading that begins after this call; all who ask for one at the same time share it."""
-        await self._shared_refresh()
+        """Read the namespaces; the read begins after this call. Callers that ask at the same time share it."""
+        await self._single_refresh()
 
     def usable(self, name: str) -> Namespace | None:
-        """One that is known well enough for a create: not being deleted, and read a moment ago. Without waiting."""
+        """The namespace if a create may use it: known, read less than FRESH_FOR_MS ago, and not being deleted. Does not
+        wait."""
         namespace = self._by_name.get(name)
         if namespace is None or namespace.deleted or namespace.deleting or self._is_stale:
             return None
@@ -61,11 +65,12 @@ class Namespaces:
         return not self._store.capabilities.exclusive and self._clock.boot_ms() > self._fresh_until_ms
 
     def known(self, name: str) -> Namespace | None:
-        """Without waiting; the deleted ones too, because their last timers still need their policies."""
+        """The namespace as it is in the cache, also a deleted one, because its last timers still need its policies.
+        Does not wait."""
         return self._by_name.get(name)
 
     def all_known(self) -> list[Namespace]:
-        """Without waiting; the deleted ones are left out."""
+        """All namespaces in the cache except deleted ones. Does not wait."""
         return [namespace for namespace in self._by_name.values() if not namespace.deleted]
 
     def shards_needed(self) -> int:
@@ -74,17 +79,18 @@ class Namespaces:
     async def get(self, name: str) -> Namespace:
         namespace = self._by_name.get(name)
         if namespace is None or namespace.deleted or self._is_stale:
-            await self._shared_refresh()  # another instance may have made it a moment ago
+            await self._single_refresh()  # another instance may have created it a moment ago
             namespace = self._by_name.get(name)
         if namespace is None or namespace.deleted:
             raise NotFound(f"There is no namespace {name!r}", field="namespace", code="namespace_not_found")
         return namespace
 
     async def get_for_create(self, name: str) -> Namespace:
-        """As `get`, but while it is being deleted: Unserved. Timers that are there can be read, changed and deleted."""
+        """As `get`, but raises Unserved while the namespace is being deleted. Its timers can still be read, changed and
+        deleted then."""
         namespace = await self.get(name)
         if namespace.deleting:
-            await self._shared_refresh()
+            await self._single_refresh()
             namespace = await self.get(name)
         if not namespace.deleting:
             return namespace
@@ -95,8 +101,8 @@ class Namespaces:
         )
 
     def _is_abandoned(self, namespace: Namespace) -> bool:
-        """Has the mark been there for so long that whoever set it must have ended? If not after all, its deletion fails
-        on the revision."""
+        """Has the mark been there for so long that the instance that set it must have stopped? If it has not, its
+        deletion fails, because the revision has changed."""
         now_ms = self._clock.boot_ms()
         revision, since_ms = self._deleting.get(namespace.name, (-1, now_ms))
         if revision != namespace.revision:
@@ -109,7 +115,8 @@ class Namespaces:
         return self.all_known()
 
     async def create(self, namespace: Namespace) -> Namespace:
-        """Make it, with the shards it needs. `num_shards` outlives a deletion: timers may still be there."""
+        """Create it, with the shards it needs. A name keeps its `num_shards` after a deletion: timers may be left in
+        its shards."""
         if not 1 <= namespace.num_shards <= SHARDS_MAX:
             raise InvalidField("numShards", f"numShards must be between 1 and {SHARDS_MAX}")
         await self.refresh()
@@ -134,7 +141,7 @@ class Namespaces:
         if not await self._store.put_namespace(namespace, None if old is None else old.revision):
             await self.refresh()
             raise Conflict(
-                f"Namespace {namespace.name!r} was changed by somebody else at the same time; try again",
+                f"Namespace {namespace.name!r} was changed by another request at the same time; try again",
                 field="namespace",
                 code="namespace_changed",
             )

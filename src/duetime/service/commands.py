@@ -35,7 +35,8 @@ from duetime.domain.timer import (
     uuid_of,
 )
 from duetime.engine.engine import Engine
-from duetime.engine.shard import UNKNOWN, Shard, Written
+from duetime.engine.pending_write import WriteResult
+from duetime.engine.shard import UNKNOWN, Shard
 from duetime.errors import (
     Conflict,
     DuetimeError,
@@ -52,7 +53,7 @@ from duetime.store import Found, Store
 
 __all__ = ["Admitted", "Commands", "Writing", "view_of"]
 
-Writing = asyncio.Future[Written]
+Writing = asyncio.Future[WriteResult]
 # A create that waits for its commit.
 Admitted = tuple[Shard, Timer, Writing]
 
@@ -73,7 +74,7 @@ class Commands:
     def admit(self, shard: Shard, namespace: Namespace, spec: TimerSpec) -> Admitted | None:
         """The common create, without waiting for anything but the commit. None: this one has to wait."""
         key = TimerKey(spec.namespace, spec.timer_id)
-        if spec.if_absent or shard.is_held(key):
+        if spec.if_absent or shard.is_locked(key):
             return None
         timer = self._timer_of(spec, namespace, shard)
         return shard, timer, shard.write(key, timer, [])
@@ -351,7 +352,7 @@ class Commands:
                         "An earlier write about this timer is not decided yet; not applied"
                     ) from None
                 except StoreError:
-                    if shard.is_written(key):
+                    if shard.has_pending_write(key):
                         raise  # an outcome that cannot be recorded yet: the request must not wait for it without limit
                     # It was not applied: the previous timer is still there.
             timer = shard.current(key)

@@ -47,7 +47,7 @@ def instance_status(engine: Engine) -> InstanceStatus:
         in_memory=sum(len(shard.entries) for shard in engine.shards.values()),
         in_flight=flow.in_flight,
         held=engine.fire_loop.waiting,
-        writes_waiting=engine.writes_waiting,
+        writes_waiting=engine.counters.writes_waiting,
         unreadable=engine.unreadable,
         oldest_due_ms=engine.fire_loop.oldest_due_ms(membership.now_ms()),
         lateness_p50_ms=None if p50 is None else p50 * 1_000,

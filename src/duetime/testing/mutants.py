@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from duetime.api.peer_server import _RequestNumbers
 from duetime.cluster.membership import Membership
 from duetime.domain.timer import Namespace
-from duetime.engine.engine import Engine
 from duetime.engine.fire_loop import FireLoop, Firing
 from duetime.engine.namespaces import Namespaces
+from duetime.engine.ownership import Ownership
 from duetime.engine.shard import Entry, Phase, Shard, end_of
 from duetime.errors import Conflict, NotOwner, ShardLost
 from duetime.service.service import Service
@@ -84,7 +84,7 @@ def _once_leased_for_ever(self: Membership) -> bool:
 
 
 def _settle_whatever_is_there(self: Shard, entry: Entry, settlement: Any) -> bool:
-    self._landed(entry.timer.key)
+    self._attempt_ended(entry.timer.key)
     current = self.entries.get(entry.timer.key)
     if self.dropped or current is None:
         return False
@@ -94,18 +94,18 @@ def _settle_whatever_is_there(self: Shard, entry: Entry, settlement: Any) -> boo
     return True
 
 
-def _load_ended_too_far(self: Shard, page: Any, until_ms: int) -> None:
-    _right_load_ended(self, page, until_ms)
+def _end_load_too_far(self: Shard, page: Any, until_ms: int) -> None:
+    _right_end_load(self, page, until_ms)
     if page is not None and not self.dropped:
         self.horizon = end_of(self.horizon.execute_at_ms)
 
 
-_right_load_ended = Shard.load_ended
+_right_end_load = Shard.end_load
 
 
-def _load_ended_page_wins(self: Shard, page: Any, until_ms: int) -> None:
-    self._touched = {}
-    _right_load_ended(self, page, until_ms)
+def _end_load_page_wins(self: Shard, page: Any, until_ms: int) -> None:
+    self._changed_during_load = {}
+    _right_end_load(self, page, until_ms)
 
 
 def _arm_without_waking(self: FireLoop, entry: Entry) -> None:
@@ -123,16 +123,16 @@ def _never_wake(self: FireLoop) -> None:
     pass
 
 
-def _try_again_blindly(self: Engine, shard: Shard) -> None:
+def _try_again_blindly(self: Ownership, shard: Shard) -> None:
     shard.not_committed()
 
 
-async def _release_at_once(self: Engine, shards: list[Shard]) -> None:
+async def _release_at_once(self: Ownership, shards: list[Shard]) -> None:
     fences = [shard.fence for shard in shards if not shard.dropped]
     for shard in shards:
         if not shard.dropped:
-            self._drop(shard, NotOwner())
-    await self._give_free(fences)
+            self.drop(shard, NotOwner())
+    await self._release_rows(fences)
 
 
 def _begin_without_looking(self: Firing) -> int | None:
@@ -151,12 +151,12 @@ def _now_is_the_wall_clock(self: Membership) -> int:
     return self._clock.wall_ms()
 
 
-async def _recover_without_claiming(self: Engine, shard: Shard) -> None:
-    """Takes what the store contains now as the result, while the old commit may still arrive."""
+async def _recover_without_claiming(self: Ownership, shard: Shard) -> None:
+    """Reads what is there now and believes it, while the old commit may still be on its way."""
     found = await self._read(shard.shard_id, list(shard.committing))
     rows = {row.shard_id: row for row in await self._store.shards()}
     if not shard.dropped:
-        shard.recovered(rows[shard.shard_id], found)
+        shard.finish_recovery(rows[shard.shard_id], found)
 
 
 def _take_again(self: Service, forward: Any) -> Any:
@@ -204,7 +204,7 @@ async def _delete_after_one_look(self: Service, name: str) -> None:
     await self._namespaces.replace(replace(old, revision=old.revision + 1, deleted=True), old)
 
 
-def _restore_nothing(self: Shard, key: Any, prior: Entry | None) -> None:
+def _restore_nothing(self: Shard, key: Any, previous_entry: Entry | None) -> None:
     pass
 
 
@@ -225,10 +225,10 @@ _right_shrink = Shard.shrink
 
 
 def _forgets_what_was_decided_meanwhile(self: Shard, page: Any, until_ms: int) -> None:
-    """Ignores timers that were written beyond the old horizon while the page was read: they are not on the page."""
-    if self._touched:
-        self._touched = dict.fromkeys(self._touched)
-    _right_load_ended(self, page, until_ms)
+    """What was written beyond the old horizon while the page was read is not on the page."""
+    if self._changed_during_load:
+        self._changed_during_load = dict.fromkeys(self._changed_during_load)
+    _right_end_load(self, page, until_ms)
 
 
 MUTANTS = (
@@ -255,13 +255,13 @@ MUTANTS = (
     ),
     Mutant(
         "horizon-off-by-one",
-        "the horizon is set to the end of the last millisecond, which was loaded only in part",
-        ((Shard, "load_ended", _load_ended_too_far),),
+        "the horizon is at the end of the last millisecond that was loaded in part",
+        ((Shard, "end_load", _end_load_too_far),),
     ),
     Mutant(
         "memory-loses-on-load",
         "a page that was read before a commit overwrites it",
-        ((Shard, "load_ended", _load_ended_page_wins),),
+        ((Shard, "end_load", _end_load_page_wins),),
     ),
     Mutant(
         "wake-up-lost",
@@ -270,18 +270,18 @@ MUTANTS = (
     ),
     Mutant(
         "re-claim-skipped",
-        "after an unknown outcome the batch is sent again without a new claim",
-        ((Engine, "_unknown", _try_again_blindly),),
+        "after an unknown outcome the batch is simply sent again",
+        ((Ownership, "recover", _try_again_blindly),),
     ),
     Mutant(
         "read-without-re-claim",
         "after an unknown outcome the store is read, but the old commit is not fenced off",
-        ((Engine, "_recover", _recover_without_claiming),),
+        ((Ownership, "_recover", _recover_without_claiming),),
     ),
     Mutant(
         "release-without-drain",
-        "a shard is released with writes and deliveries in flight",
-        ((Engine, "_release", _release_at_once),),
+        "a shard is given away with writes and deliveries on their way",
+        ((Ownership, "release", _release_at_once),),
     ),
     Mutant(
         "forward-taken-twice",
@@ -336,7 +336,7 @@ MUTANTS = (
     ),
     Mutant(
         "load-misses-what-was-written",
-        "a timer that was written while a page was read is neither on the page nor put in memory",
-        ((Shard, "load_ended", _forgets_what_was_decided_meanwhile),),
+        "a timer written while a page was read is neither on the page nor placed",
+        ((Shard, "end_load", _forgets_what_was_decided_meanwhile),),
     ),
 )

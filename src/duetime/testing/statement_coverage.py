@@ -20,11 +20,14 @@ __all__ = ["MODULES", "Place", "Statement", "Tracer", "statements_of"]
 # Engine, cluster and service.
 MODULES = (
     "duetime.api.peer_server",
+    "duetime.engine.counters",
     "duetime.engine.engine",
     "duetime.engine.fire_loop",
     "duetime.engine.flow",
     "duetime.engine.look_ahead",
     "duetime.engine.group_commit",
+    "duetime.engine.ownership",
+    "duetime.engine.pending_write",
     "duetime.cluster.membership",
     "duetime.engine.namespaces",
     "duetime.service.commands",

@@ -1,4 +1,4 @@
-"""Rare things that a hostile reader of the cluster's code found; each was so once."""
+"""Rare cases of a cluster that reviews have found; each was a defect once."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ from duetime.testing.faulty import Fault, FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
 
 
-def test_a_release_that_failed_while_the_clock_was_off_is_made_good() -> None:
-    """Alive, owning by its rows and serving nothing: nobody else may take such shards."""
+def test_a_release_that_failed_while_the_clock_was_off_is_repeated() -> None:
+    """The instance is alive, so no other member may claim the shards that it owns but does not serve."""
 
-    async def story(a: World, b: World, wires: Wires) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         faulty = FaultyStore(b.store)
-        b.engine._store = faulty.as_store
+        b.engine.ownership._store = faulty.as_store
         faulty.fail("release", *[Fault.UNAVAILABLE] * 3)
         b.engine.membership.skew_ms = 10_000
-        b.engine.membership._judge_clock = lambda *_: None  # type: ignore[method-assign]
+        b.engine.membership._measure_clock = lambda *_: None  # type: ignore[method-assign]
         await asyncio.sleep(10)
         assert faulty.calls["release"] > 1
         assert not b.engine.shards
         assert len(a.engine.shards) == 16
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_a_look_that_failed_is_repeated_at_the_next_heartbeat() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_a_balance_that_failed_is_repeated_with_the_next_heartbeat() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         faulty = FaultyStore(a.store)
-        a.engine._store = faulty.as_store
+        a.engine.ownership._store = faulty.as_store
         b.engine.abandon()
         faulty.fail("claim", Fault.UNAVAILABLE)
         await asyncio.sleep(5.5)
         assert len(a.engine.shards) == 16
+        assert faulty.calls["claim"] > 1
 
-    of_two(story)
+    of_two(scenario)
 
 
 def test_case_25_an_instance_that_dies_again_and_again_takes_nothing_from_those_that_stay() -> None:
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = MemoryStore(clock)
         stays = World(clock, store)
         await stays.start()
@@ -63,11 +64,11 @@ def test_case_25_an_instance_that_dies_again_and_again_takes_nothing_from_those_
             await asyncio.sleep(1)
         await stays.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
-def test_a_namespace_read_long_ago_is_read_again_before_a_write_is_taken_for_it() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_a_namespace_read_long_ago_is_read_again_before_a_create_is_accepted() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
         await b.service.get_namespace("n")
         stuck = FaultyStore(b.store)
@@ -82,11 +83,11 @@ def test_a_namespace_read_long_ago_is_read_again_before_a_write_is_taken_for_it(
         with pytest.raises(DuetimeError, match="There is no namespace"):
             await creating
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_a_deletion_whose_last_look_fails_deletes_nothing_and_says_so() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_a_deletion_whose_last_search_fails_deletes_nothing_and_fails() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
         looks = 0
 
@@ -103,7 +104,7 @@ def test_a_deletion_whose_last_look_fails_deletes_nothing_and_says_so() -> None:
         after = await a.service.get_namespace("n")
         assert (after.deleted, after.deleting) == (False, False)
 
-    of_two(story)
+    of_two(scenario)
 
 
 class _With:
@@ -115,11 +116,11 @@ class _With:
         return getattr(self._store, name)
 
 
-def test_an_order_under_way_is_never_forgotten_and_large_ones_do_not_fill_the_memory() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_a_command_in_flight_is_never_forgotten_and_large_ones_do_not_fill_the_memory() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         faulty = FaultyStore(b.store)
-        for lane in b.engine._lanes:
-            lane._store = faulty.as_store
+        for group_commit in b.engine._group_commits:
+            group_commit._store = faulty.as_store
         released = faulty.hold("commit")
         timer_id = owned_by(b)
         shard_id = shard_of(timer_id, 16)
@@ -141,4 +142,4 @@ def test_an_order_under_way_is_never_forgotten_and_large_ones_do_not_fill_the_me
         assert b.service._taken_chars <= 17 * 1024 * 1024
         await b.service.delete(TimerKey("default", timer_id))
 
-    of_two(story)
+    of_two(scenario)

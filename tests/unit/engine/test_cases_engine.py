@@ -37,16 +37,16 @@ FAILS = AttemptResult(Contact.ANSWERED, 500)
 
 
 def on_store(
-    build: Callable[[VirtualClock], Any], story: Callable[[World, Any], Awaitable[None]], **settings: Any
+    build: Callable[[VirtualClock], Any], scenario: Callable[[World, Any], Awaitable[None]], **settings: Any
 ) -> None:
-    """Tell a story in a world on a store of its own making."""
+    """Run a scenario in a world on the given store."""
 
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = build(clock)
         world = World(clock, store, **settings)
         await world.start()
         try:
-            await story(world, store)
+            await scenario(world, store)
             check_accounts(world.engine)
         finally:
             if isinstance(store, FaultyStore):
@@ -54,7 +54,7 @@ def on_store(
             await world.engine.stop()
         check_nothing_is_left(world.engine)
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 def faulty(clock: VirtualClock) -> FaultyStore:
@@ -63,7 +63,7 @@ def faulty(clock: VirtualClock) -> FaultyStore:
 
 class TestTime:
     def test_case_2_after_a_suspension_nothing_is_sent_before_the_lease_is_renewed(self) -> None:
-        async def told(awake: VirtualClock) -> None:
+        async def run(awake: VirtualClock) -> None:
             clock = SleepyClock(awake._loop)
             store = FaultyStore(MemoryStore(clock))
             world = World(clock, store.as_store)
@@ -91,7 +91,7 @@ class TestTime:
             assert sorted(world.destinations.called()) == ["armed", "connecting"]
             await world.engine.stop()
 
-        run_virtual(told)
+        run_virtual(run)
 
     @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="this system has no such clock")
     def test_case_2_leases_hang_on_the_clock_that_goes_on_while_a_machine_is_suspended(
@@ -101,24 +101,24 @@ class TestTime:
         assert SystemClock().boot_ms() == 5
 
     def test_case_48_a_wake_up_that_is_lost_costs_a_second_at_most(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             monkeypatch.setattr(world.engine.fire_loop, "_wake_for", lambda due_ms: None)
             due_ms = (await world.create("a", 2_500)).view.timer.execute_at_ms
             await asyncio.sleep(10)
             [(at_ms, _, _)] = world.destinations.calls
             assert due_ms <= at_ms <= due_ms + 1_000
 
-        in_world(story)
+        in_world(scenario)
 
     def test_case_49_a_blocked_loop_is_measured_and_the_lease_decides_what_it_may_still_send(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             loop = asyncio.get_running_loop()
             assert isinstance(loop, VirtualLoop)
             await world.create("a", 2_000)
             lag = world.engine.telemetry.loop_lag_seconds
             before = lag.sum
             answered = store.hold("heartbeat")
-            loop.now += 10  # somebody computes for ten seconds and lets nobody else run
+            loop.now += 10  # a computation blocks the event loop for ten seconds
             await asyncio.sleep(1.5)
             assert world.destinations.calls == []
             assert lag.sum - before > 5
@@ -126,7 +126,7 @@ class TestTime:
             await asyncio.sleep(1)
             assert world.destinations.called() == ["a"]
 
-        on_store(faulty, story)
+        on_store(faulty, scenario)
 
 
 class SleepyClock(VirtualClock):
@@ -143,14 +143,14 @@ class SleepyClock(VirtualClock):
 
 class TestOwnership:
     def test_case_4_a_second_unknown_outcome_does_not_claim_a_second_time(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             claims, claimed = store.calls["claim"], store.hold("claim")
             store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
             first = asyncio.ensure_future(world.create("a", 1_000, payload="1"))
             await asyncio.sleep(0.1)
             shard = world.engine.shards[shard_of("a", 16)]
             assert shard.recovering
-            world.engine._unknown(shard)
+            world.engine.ownership.recover(shard)
             second = asyncio.ensure_future(world.create("a", 1_000, payload="2"))
             await asyncio.sleep(0.1)
             claimed.set()
@@ -159,10 +159,10 @@ class TestOwnership:
             await asyncio.sleep(5)
             assert world.destinations.payloads == ["2"]
 
-        on_store(faulty, story)
+        on_store(faulty, scenario)
 
     def test_case_4_a_claim_on_its_way_when_its_instance_joins_again_takes_nothing_from_it(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             claimed = store.hold("claim")
             store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
             created = asyncio.ensure_future(world.create("a", 8_000, payload="1"))
@@ -179,13 +179,13 @@ class TestOwnership:
             assert {row.fence for row in rows} == {shard.fence for shard in world.engine.shards.values()}
             assert world.destinations.called() == ["a"]
 
-        on_store(faulty, story)
+        on_store(faulty, scenario)
 
     @pytest.mark.parametrize("exclusive", [False, True])
     def test_case_50_before_its_first_heartbeat_got_through_an_instance_claims_and_fires_nothing(
         self, exclusive: bool
     ) -> None:
-        async def told(clock: VirtualClock) -> None:
+        async def run(clock: VirtualClock) -> None:
             store = FaultyStore(ExclusiveStore(clock) if exclusive else MemoryStore(clock))
             world = World(clock, store.as_store)
             await world.start()
@@ -204,18 +204,18 @@ class TestOwnership:
             assert len(world.engine.shards) == 16
             await world.engine.stop()
 
-        run_virtual(told)
+        run_virtual(run)
 
     def test_case_51_a_restart_on_the_same_address_is_another_instance_and_its_predecessor_can_write_nothing(
         self,
     ) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await world.create("a", 2_000)
             old, old_rows = world.engine.membership, await world.store.shards()
             await world.crash_and_restart()
             assert world.engine.membership.address == old.address
             assert world.engine.membership.instance_id != old.instance_id
-            # Nobody knows yet that the predecessor is dead, and nobody steals from the living.
+            # The predecessor is not marked dead yet, and a shard of a live member is not claimed.
             await asyncio.sleep(2.5)
             assert await world.store.shards() == old_rows
             assert world.destinations.calls == []
@@ -225,7 +225,7 @@ class TestOwnership:
             results = await world.store.commit([Batch(row.fence, [make_timer()]) for row in old_rows])
             assert all(isinstance(result, ShardLost) for result in results)
 
-        in_world(story)
+        in_world(scenario)
 
 
 class ExclusiveStore(MemoryStore):
@@ -236,7 +236,7 @@ class TestOverload:
     def test_case_17_after_downtime_what_is_overdue_goes_out_in_order_bounded_paced_and_visibly(self) -> None:
         count, memory, at_once = 10_000, 1_000, 8
 
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             in_flight = most_in_flight = most_in_memory = 0
 
             async def answer(attempt: Attempt) -> AttemptResult:
@@ -253,13 +253,13 @@ class TestOverload:
             await asyncio.sleep(3_600)
             world.new_instance()
             await world.start()
-            await asyncio.sleep(8)  # the predecessor is declared dead, and it begins
+            await asyncio.sleep(8)  # the predecessor is marked dead, and this instance claims
             status = await world.service.cluster_status()
             assert (status.oldest_due_ms or 0) > 3_000_000
             assert status.held > 0
             for _ in range(120):
                 await asyncio.sleep(1)
-                most_in_memory = max(most_in_memory, world.engine.horizon.weight)
+                most_in_memory = max(most_in_memory, world.engine.counters.weight)
             called = [int(timer_id) for timer_id in world.destinations.called()]
             assert sorted(called) == list(range(count))
             assert max(abs(place - number) for place, number in enumerate(called)) < 2 * memory
@@ -268,7 +268,7 @@ class TestOverload:
             assert (await world.service.cluster_status()).oldest_due_ms is None
 
         in_world(
-            story,
+            scenario,
             engine__writes_waiting_max=2 * count,
             engine__timers_in_memory_max=memory,
             delivery__concurrency_per_destination=at_once,
@@ -278,7 +278,7 @@ class TestOverload:
     def test_case_18_a_timer_that_breaks_its_handler_has_failed_and_the_others_fire(
         self, where: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             async def broken(attempt: Attempt) -> AttemptResult:
                 raise ZeroDivisionError
 
@@ -307,10 +307,10 @@ class TestOverload:
             assert (view.state, view.timer.attempts) == (State.FAILED, 3)
             assert "ZeroDivisionError" in (view.timer.extras.last_error or "")
 
-        in_world(story)
+        in_world(scenario)
 
     def test_case_20_timers_that_failed_together_are_not_tried_again_together(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             async def answer(attempt: Attempt) -> AttemptResult:
                 return FAILS if attempt.timer.attempts == 0 else OK
 
@@ -325,11 +325,11 @@ class TestOverload:
             assert sum(by_second) >= 390
             assert max(by_second) < 80, by_second
 
-        in_world(story, delivery__breaker_failures=1_000)
+        in_world(scenario, delivery__breaker_failures=1_000)
 
     @pytest.mark.parametrize("asked_ms", [20_000])
     def test_case_20_a_destination_that_asks_for_time_gets_it(self, asked_ms: int) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             async def answer(attempt: Attempt) -> AttemptResult:
                 return (
                     AttemptResult(Contact.ANSWERED, 503, retry_after_ms=asked_ms) if attempt.timer.attempts == 0 else OK
@@ -342,12 +342,12 @@ class TestOverload:
             (first, _, _), (second, _, _) = world.destinations.calls
             assert second - first >= asked_ms
 
-        in_world(story)
+        in_world(scenario)
 
 
 class TestRaces:
     def test_case_22_a_crash_between_delivery_and_settling_repeats_it_with_the_same_id(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             ids: list[str] = []
 
             async def answer(attempt: Attempt) -> AttemptResult:
@@ -366,11 +366,11 @@ class TestRaces:
             assert ids[0] == ids[1]
             assert (await world.get("a")).state is State.DELIVERED
 
-        on_store(faulty, story)
+        on_store(faulty, scenario)
 
     @pytest.mark.parametrize("moment", ["queued", "in flight", "settling"])
     def test_case_28_an_upsert_that_meets_a_fire_survives_it(self, moment: str) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             reached, go_on = asyncio.Event(), asyncio.Event()
 
             async def pause(attempt: Attempt) -> None:
@@ -404,10 +404,10 @@ class TestRaces:
             assert world.destinations.payloads == (['"new"'] if moment == "queued" else ['"old"', '"new"'])
             assert (await world.get("a")).state is State.DELIVERED
 
-        on_store(faulty, story)
+        on_store(faulty, scenario)
 
     def test_case_29_a_delete_that_meets_a_fire_tells_the_truth_at_whatever_moment_it_comes(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             async def answer(attempt: Attempt) -> AttemptResult:
                 await asyncio.sleep(0.004)
                 return OK
@@ -430,20 +430,20 @@ class TestRaces:
                 assert fired == fired_before == (verdict is not Verdict.CANCELLED)
             assert seen == {Verdict.CANCELLED, Verdict.IN_FLIGHT, Verdict.ALREADY_REACHED}
 
-        in_world(story)
+        in_world(scenario)
 
     def test_case_31_an_upsert_sent_twice_is_one_timer(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await world.create("a", 1_000, payload="1")
             await world.create("a", 1_000, payload="1")
             await asyncio.sleep(5)
             assert world.destinations.payloads == ["1"]
 
-        in_world(story)
+        in_world(scenario)
 
 
 class SlowPages(MemoryStore):
-    """Reads a page, and delivers it when told: whatever happens in between is not on it."""
+    """Reads a page, and returns it when the test says so: what is written in between is not on it."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(clock)
@@ -489,7 +489,7 @@ class GappyPages(MemoryStore):
 
 class TestPages:
     def test_case_46_a_page_read_before_a_commit_does_not_undo_it(self) -> None:
-        async def story(world: World, store: SlowPages) -> None:
+        async def scenario(world: World, store: SlowPages) -> None:
             for name in ("deleted", "updated", "replaced", "moved", "left"):
                 await world.create(name, 70_000, payload='"old"')
             store.delivered.clear()
@@ -506,10 +506,10 @@ class TestPages:
             assert len(world.destinations.calls) == 4
             assert (await world.get("moved")).state is State.SCHEDULED
 
-        on_store(SlowPages, story, namespaces__default_num_shards=1)
+        on_store(SlowPages, scenario, namespaces__default_num_shards=1)
 
     def test_case_47_an_empty_page_is_not_the_end(self) -> None:
-        async def story(world: World, store: GappyPages) -> None:
+        async def scenario(world: World, store: GappyPages) -> None:
             names = [f"t{n}" for n in range(60)]
             created = await asyncio.gather(*(world.create(name, 100_000 + n * 500) for n, name in enumerate(names)))
             listed: list[str] = []
@@ -528,29 +528,29 @@ class TestPages:
             ]
             assert store.empty > 30
 
-        on_store(GappyPages, story)
+        on_store(GappyPages, scenario)
 
 
 def test_case_38_what_is_over_the_stores_limit_is_split_and_each_part_is_fenced() -> None:
-    async def story(world: World, store: SmallBatches) -> None:
+    async def scenario(world: World, store: SmallBatches) -> None:
         results = await asyncio.gather(*(world.create(f"t{n}", 60_000) for n in range(50)))
         assert len(results) == 50
         assert max(store.sizes) <= SmallBatches.capabilities.batch_max
-        await store.join(Member("thief", "elsewhere", 0, True, 0))
-        thief = [Claim(row.shard_id, row.version, 7, "thief", "elsewhere", 0) for row in await store.shards()]
+        await store.join(Member("another", "elsewhere", 0, True, 0))
+        claims = [Claim(row.shard_id, row.version, 7, "another", "elsewhere", 0) for row in await store.shards()]
         parts = len(store.sizes)
-        store.before_part = (parts + 2, lambda: store.claim(thief))
-        told = await asyncio.gather(*(world.create(f"u{n}", 60_000) for n in range(50)), return_exceptions=True)
-        kept = [f"u{n}" for n, result in enumerate(told) if not isinstance(result, Exception)]
-        assert 0 < len(kept) < 50, "some parts came before the thief and some after"
+        store.before_part = (parts + 2, lambda: store.claim(claims))
+        answers = await asyncio.gather(*(world.create(f"u{n}", 60_000) for n in range(50)), return_exceptions=True)
+        kept = [f"u{n}" for n, result in enumerate(answers) if not isinstance(result, Exception)]
+        assert 0 < len(kept) < 50, "some parts were committed before the claim and some after"
         found = await store.get_many([(shard_of(f"u{n}", 16), TimerKey("default", f"u{n}")) for n in range(50)])
         assert [item.timer.timer_id for item in found if item.timer is not None] == kept
 
-    on_store(SmallBatches, story)
+    on_store(SmallBatches, scenario)
 
 
 def test_case_38_a_commit_is_bounded_by_the_size_of_its_payloads_too() -> None:
-    async def story(world: World, store: LightBatches) -> None:
+    async def scenario(world: World, store: LightBatches) -> None:
         payload = '"' + "x" * 300 + '"'
         results = await asyncio.gather(*(world.create(f"t{n}", 60_000, payload=payload) for n in range(60)))
         large = await world.create("large", 60_000, payload='"' + "x" * 5_000 + '"')
@@ -559,19 +559,19 @@ def test_case_38_a_commit_is_bounded_by_the_size_of_its_payloads_too() -> None:
         assert max(chars for chars, count in store.parts if count > 1) < 1_000 + 310
         assert len(store.parts) > 10
 
-    on_store(LightBatches, story)
+    on_store(LightBatches, scenario)
 
 
 def test_case_38_the_end_of_a_timer_is_two_rows_of_a_commit() -> None:
-    async def story(world: World, store: SmallBatches) -> None:
+    async def scenario(world: World, store: SmallBatches) -> None:
         await asyncio.gather(*(world.create(f"t{n}", 1_000) for n in range(50)))
         store.sizes.clear()
         await asyncio.sleep(10)
         assert len(world.destinations.called()) == 50
         assert sum(store.sizes) == 100
-        assert max(store.sizes) <= SmallBatches.capabilities.batch_max + 1, "the last one begun is not torn apart"
+        assert max(store.sizes) <= SmallBatches.capabilities.batch_max + 1, "the last timer of a batch is not split"
 
-    on_store(SmallBatches, story)
+    on_store(SmallBatches, scenario)
 
 
 class LightBatches(MemoryStore):
@@ -604,7 +604,7 @@ class SmallBatches(MemoryStore):
 
 
 def test_case_53_what_a_later_version_added_survives_updates_retries_and_replays() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         key, later = TimerKey("default", "a"), {"y": [1, {"deep": "value"}]}
         await world.create("a", 60_000, tags=("t",))
         [found] = await world.store.get_many([(shard_of("a", 16), key)])
@@ -629,7 +629,7 @@ def test_case_53_what_a_later_version_added_survives_updates_retries_and_replays
         await world.service.replay(key)
         assert await later_now() == later
 
-    in_world(story)
+    in_world(scenario)
 
 
 async def fails(_: Attempt) -> AttemptResult:

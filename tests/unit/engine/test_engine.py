@@ -1,4 +1,4 @@
-"""The engine on a memory store in virtual time: promises 1–4 and 6, one instance, story by story."""
+"""The engine on a memory store in virtual time: promises 1–4 and 6, one instance."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ FAILS = AttemptResult(Contact.ANSWERED, 500)
 FAST_RETRY = RetryPolicy(max_retries=3, initial_interval_ms=100, max_interval_ms=1_000)
 
 
-def faulty_world(story: Callable[[World, FaultyStore], Awaitable[None]], **settings: Any) -> None:
-    async def told(clock: VirtualClock) -> None:
+def faulty_world(scenario: Callable[[World, FaultyStore], Awaitable[None]], **settings: Any) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = FaultyStore(MemoryStore(clock))
         world = World(clock, store.as_store, **settings)
         await world.start()
         try:
-            await story(world, store)
+            await scenario(world, store)
             check_accounts(world.engine)
         finally:
             store.heal()
             await world.engine.stop()
         check_nothing_is_left(world.engine)
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 class TestFiring:
     def test_a_timer_fires_once_at_its_time_and_is_delivered(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             due_ms = (await world.create("a", 1_500)).view.timer.execute_at_ms
             await asyncio.sleep(10)
             assert world.destinations.calls == [(due_ms, "a", 1)]
@@ -63,48 +63,48 @@ class TestFiring:
             assert view.reached is not None
             assert view.timer.extras.late_by_ms == 0
 
-        in_world(story)
+        in_world(scenario)
 
     def test_a_time_in_the_past_fires_at_once(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             spec = TimerSpec(namespace="default", timer_id="a", execute_at_ms=0, callback_url=URL)
             await world.service.create(spec)
             await asyncio.sleep(0.05)
             assert world.destinations.called() == ["a"]
 
-        in_world(story)
+        in_world(scenario)
 
     def test_timers_fire_in_due_order_whatever_order_they_came_in(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             for delay_ms in (900, 100, 500, 300, 700):
                 await world.create(f"t{delay_ms}", delay_ms)
             await asyncio.sleep(2)
             assert world.destinations.called() == ["t100", "t300", "t500", "t700", "t900"]
 
-        in_world(story)
+        in_world(scenario)
 
     def test_a_timer_far_beyond_the_horizon_is_not_in_memory_and_still_fires(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             due_ms = (await world.create("a", 3_600_000)).view.timer.execute_at_ms
             await asyncio.sleep(60)
-            assert world.engine.horizon.weight == 0
+            assert world.engine.counters.weight == 0
             await asyncio.sleep(3_600)
             assert world.destinations.calls == [(due_ms, "a", 1)]
 
-        in_world(story)
+        in_world(scenario)
 
     def test_a_restart_fires_what_was_acknowledged_before_the_crash(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await world.create("a", 2_000)
             await world.create("far", 600_000)
             await world.crash_and_restart()
             await asyncio.sleep(700)
             assert sorted(world.destinations.called()) == ["a", "far"]
 
-        in_world(story)
+        in_world(scenario)
 
     def test_a_restart_after_the_low_water_rose_finds_a_timer_of_the_past(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             for number in range(40):
                 await world.create(f"t{number}", 1_000 * number)
             await asyncio.sleep(60)
@@ -124,12 +124,12 @@ class TestFiring:
             await asyncio.sleep(10)
             assert world.destinations.called()[-1] == "old"
 
-        in_world(story)
+        in_world(scenario)
 
 
 class TestRetries:
     def test_a_failure_is_retried_by_the_policy_until_it_succeeds(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             outcomes = iter([FAILS, AttemptResult(Contact.BROKEN, error="no route"), OK])
 
             async def answer(attempt: Attempt) -> AttemptResult:
@@ -141,10 +141,10 @@ class TestRetries:
             assert [attempt for _, _, attempt in world.destinations.calls] == [1, 2, 3]
             assert (await world.get("a")).state is State.DELIVERED
 
-        in_world(story)
+        in_world(scenario)
 
     def test_exhausted_retries_end_as_failed_with_the_last_error_and_can_be_replayed(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             async def answer(attempt: Attempt) -> AttemptResult:
                 return FAILS
 
@@ -159,10 +159,10 @@ class TestRetries:
             await asyncio.sleep(1)
             assert (await world.get("a")).state is State.DELIVERED
 
-        in_world(story)
+        in_world(scenario)
 
     def test_a_callback_that_asks_for_another_time_is_called_again_then(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             answers = iter([b'{"ok": true, "nextExecuteAt": "2027-01-15T09:00:00Z"}', b"{}"])
 
             async def answer(attempt: Attempt) -> AttemptResult:
@@ -177,10 +177,10 @@ class TestRetries:
             assert len(world.destinations.calls) == 2
             assert (await world.get("a")).state is State.DELIVERED
 
-        in_world(story)
+        in_world(scenario)
 
     def test_a_missed_timer_is_skipped_if_it_asked_for_that(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await world.create("a", 1_000, missed=Missed(skip_if_late_by_ms=5_000))
             world.engine.abandon()
             await asyncio.sleep(60)
@@ -190,12 +190,12 @@ class TestRetries:
             assert world.destinations.calls == []
             assert (await world.get("a")).state is State.SKIPPED
 
-        in_world(story)
+        in_world(scenario)
 
 
 class TestVerdicts:
     def test_a_deleted_timer_does_not_fire(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await world.create("a", 1_000)
             assert await world.service.delete(A) is Verdict.CANCELLED
             await asyncio.sleep(5)
@@ -203,17 +203,17 @@ class TestVerdicts:
             assert (await world.get("a")).state is State.CANCELLED
             assert await world.service.delete(A) is Verdict.ALREADY_REACHED
 
-        in_world(story)
+        in_world(scenario)
 
     def test_deleting_what_never_was_is_not_found(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             with pytest.raises(NotFound):
                 await world.service.delete(A)
 
-        in_world(story)
+        in_world(scenario)
 
     def test_case_29_deleting_a_timer_in_flight_says_so_and_stops_its_retries(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             called, answer_now = asyncio.Event(), asyncio.Event()
 
             async def answer(attempt: Attempt) -> AttemptResult:
@@ -231,10 +231,10 @@ class TestVerdicts:
             assert len(world.destinations.calls) == 1
             assert (await world.get("a")).state is State.CANCELLED
 
-        in_world(story)
+        in_world(scenario)
 
     def test_case_29_a_delete_between_queueing_and_the_first_byte_is_a_true_cancellation(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             queued, go_on = asyncio.Event(), asyncio.Event()
 
             async def wait(attempt: Attempt) -> None:
@@ -249,10 +249,10 @@ class TestVerdicts:
             await asyncio.sleep(5)
             assert world.destinations.calls == []
 
-        in_world(story)
+        in_world(scenario)
 
     def test_case_30_the_outcome_of_an_old_generation_never_settles_the_new_one(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             called, answer_now = asyncio.Event(), asyncio.Event()
 
             async def answer(attempt: Attempt) -> AttemptResult:
@@ -272,20 +272,20 @@ class TestVerdicts:
             await asyncio.sleep(10)
             assert world.destinations.payloads == ['"old"', '"new"']
 
-        in_world(story)
+        in_world(scenario)
 
     def test_the_last_acknowledged_value_is_what_fires(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             assert not (await world.create("a", 1_000, payload="1")).replaced
             assert (await world.create("a", 2_000, payload="2")).replaced
             await world.service.update(A, TimerPatch(payload="3"))
             await asyncio.sleep(5)
             assert world.destinations.payloads == ["3"]
 
-        in_world(story)
+        in_world(scenario)
 
     def test_an_update_moves_a_timer_in_and_out_of_the_horizon(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await world.create("a", 1_000)
             await world.service.update(A, TimerPatch(delay_ms=7_200_000))
             await asyncio.sleep(10)
@@ -296,21 +296,21 @@ class TestVerdicts:
             await asyncio.sleep(8_000)
             assert world.destinations.called() == ["a"]
 
-        in_world(story)
+        in_world(scenario)
 
     def test_fire_now_brings_a_far_timer_forward(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await world.create("a", 7_200_000)
             assert (await world.service.fire_now(A)).state is State.SCHEDULED
             await asyncio.sleep(1)
             assert world.destinations.called() == ["a"]
             with pytest.raises(NotFound):
-                await world.service.fire_now(TimerKey("default", "nobody"))
+                await world.service.fire_now(TimerKey("default", "unknown"))
 
-        in_world(story)
+        in_world(scenario)
 
-    def test_many_wishes_about_one_timer_at_once_are_all_answered_and_the_last_wins(self) -> None:
-        async def story(world: World) -> None:
+    def test_many_commands_for_one_timer_at_once_are_all_answered_and_the_last_one_counts(self) -> None:
+        async def scenario(world: World) -> None:
             results = await asyncio.gather(
                 world.create("a", 1_000, payload="1"),
                 world.create("a", 1_000, payload="2"),
@@ -323,28 +323,28 @@ class TestVerdicts:
             await asyncio.sleep(5)
             assert world.destinations.payloads == ["5"]
 
-        in_world(story)
+        in_world(scenario)
 
 
 class TestIfAbsent:
     def test_case_31_the_same_create_again_is_answered_with_the_same_timer(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             first = await world.create("a", 1_000, payload="1", if_absent=True)
             again = await world.create("a", 1_000, payload="1", if_absent=True)
             assert again.view.timer.generation == first.view.timer.generation
 
-        in_world(story)
+        in_world(scenario)
 
     def test_case_31_a_different_create_is_a_conflict(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await world.create("a", 1_000, payload="1", if_absent=True)
             with pytest.raises(Conflict):
                 await world.create("a", 1_000, payload="2", if_absent=True)
 
-        in_world(story)
+        in_world(scenario)
 
     def test_case_32_a_late_retry_after_the_timer_was_reached_does_not_fire_it_again(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await world.create("a", 1_000, payload="1", if_absent=True)
             await asyncio.sleep(5)
             again = await world.create("a", 1_000, payload="1", if_absent=True)
@@ -352,12 +352,12 @@ class TestIfAbsent:
             await asyncio.sleep(5)
             assert len(world.destinations.calls) == 1
 
-        in_world(story)
+        in_world(scenario)
 
 
 class TestIsolation:
     def test_case_19_a_dead_destination_is_held_and_the_others_stay_on_time(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             dead_calls = 0
 
             async def dead(attempt: Attempt) -> AttemptResult:
@@ -377,10 +377,10 @@ class TestIsolation:
             held = [n for n in range(500) if (await world.get(f"dead{n}")).timer.attempts == 0]
             assert len(held) > 300
 
-        in_world(story)
+        in_world(scenario)
 
-    def test_memory_stays_bounded_behind_a_dead_destination_and_the_others_still_fire(self) -> None:
-        async def story(world: World) -> None:
+    def test_memory_stays_bounded_behind_a_failing_destination_and_the_others_still_fire(self) -> None:
+        async def scenario(world: World) -> None:
             async def dead(attempt: Attempt) -> AttemptResult:
                 return AttemptResult(Contact.BROKEN, error="refused")
 
@@ -392,7 +392,7 @@ class TestIsolation:
             most = 0
             for _ in range(120):
                 await asyncio.sleep(1)
-                most = max(most, world.engine.horizon.weight)
+                most = max(most, world.engine.counters.weight)
             assert most < 7_000
             assert sum(timer_id.startswith("live") for timer_id in world.destinations.called()) == 500
             del world.destinations.answers["http://dead.test/"]
@@ -400,24 +400,24 @@ class TestIsolation:
             delivered = {t for _, t, _ in world.destinations.calls}
             assert len(delivered) == 6_500
 
-        in_world(story, engine__timers_in_memory_max=2_000)
+        in_world(scenario, engine__timers_in_memory_max=2_000)
 
-    def test_a_hundred_thousand_pending_cost_no_memory_and_come_in_page_by_page(self) -> None:
-        async def story(world: World) -> None:
+    def test_a_hundred_thousand_timers_due_later_use_no_memory_and_are_loaded_page_by_page(self) -> None:
+        async def scenario(world: World) -> None:
             await asyncio.gather(*(world.create(f"t{n}", 100_000 + n * 20) for n in range(20_000)))
             most = 0
             for _ in range(520):
                 await asyncio.sleep(1)
-                most = max(most, world.engine.horizon.weight)
+                most = max(most, world.engine.counters.weight)
             assert len(world.destinations.calls) == 20_000
             assert most <= 4_000
             late = world.engine.telemetry.lateness
             assert late.counts[0] == 20_000
 
-        in_world(story, engine__writes_waiting_max=30_000)
+        in_world(scenario, engine__writes_waiting_max=30_000)
 
     def test_the_age_of_the_oldest_due_timer_counts_those_that_are_held(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             async def dead(attempt: Attempt) -> AttemptResult:
                 await asyncio.sleep(3_600)
                 return AttemptResult(Contact.BROKEN, error="timeout")
@@ -428,10 +428,10 @@ class TestIsolation:
             await asyncio.sleep(31)
             assert (await world.service.cluster_status()).oldest_due_ms == 30_000
 
-        in_world(story)
+        in_world(scenario)
 
     def test_a_full_queue_answers_busy_and_applies_nothing(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             release = store.hold("commit")
             waiting = [asyncio.ensure_future(world.create(f"t{n}")) for n in range(10)]
             await asyncio.sleep(0.01)
@@ -442,13 +442,13 @@ class TestIsolation:
             with pytest.raises(NotFound):
                 await world.get("one-too-many")
 
-        faulty_world(story, engine__writes_waiting_max=10)
+        faulty_world(scenario, engine__writes_waiting_max=10)
 
 
 class TestUnknownOutcomes:
     @pytest.mark.parametrize("fault", [Fault.APPLIED_THEN_UNKNOWN, Fault.LOST_THEN_UNKNOWN, Fault.BROKEN])
     def test_case_3_a_commit_whose_answer_is_lost_is_resolved_by_claiming_again(self, fault: Fault) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             store.fail("commit", fault)
             created = await world.create("a", 1_000, payload="1")
             assert created.view.timer.payload == "1"
@@ -456,10 +456,10 @@ class TestUnknownOutcomes:
             await asyncio.sleep(5)
             assert world.destinations.called() == ["a"]
 
-        faulty_world(story)
+        faulty_world(scenario)
 
     def test_case_5_a_lost_answer_to_the_claim_itself_is_told_by_the_nonce(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
             store.fail("claim", Fault.APPLIED_THEN_UNKNOWN, Fault.UNAVAILABLE, Fault.LOST_THEN_UNKNOWN)
             await world.create("a", 1_000)
@@ -467,30 +467,30 @@ class TestUnknownOutcomes:
             assert world.destinations.called() == ["a"]
             assert len(world.engine.shards) == 16
 
-        faulty_world(story)
+        faulty_world(scenario)
 
     def test_a_settle_whose_answer_is_lost_does_not_fire_the_timer_twice(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             await world.create("a", 1_000)
             store.fail("commit", Fault.LOST_THEN_UNKNOWN)
             await asyncio.sleep(5)
             assert world.destinations.called() == ["a"]
             assert (await world.get("a")).state is State.DELIVERED
 
-        faulty_world(story)
+        faulty_world(scenario)
 
     def test_a_delete_whose_answer_is_lost_is_still_a_delete(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             await world.create("a", 1_000)
             store.fail("commit", Fault.LOST_THEN_UNKNOWN)
             assert await world.service.delete(A) is Verdict.CANCELLED
             await asyncio.sleep(5)
             assert world.destinations.calls == []
 
-        faulty_world(story)
+        faulty_world(scenario)
 
     def test_case_3_who_waits_too_long_for_an_unknown_outcome_is_told_that_it_is_unknown(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
             store.fail("claim", *[Fault.UNAVAILABLE] * 30)
             with pytest.raises(OutcomeUnknown):
@@ -499,18 +499,18 @@ class TestUnknownOutcomes:
             await asyncio.sleep(120)
             assert world.destinations.called() == ["a"]
 
-        faulty_world(story)
+        faulty_world(scenario)
 
     def test_case_25_a_store_that_is_away_for_a_moment_is_not_noticed(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             store.fail("commit", Fault.UNAVAILABLE, Fault.THROTTLED, Fault.UNAVAILABLE)
             await world.create("a", 1_000)
             assert world.engine.telemetry.reclaims.value == 0
 
-        faulty_world(story)
+        faulty_world(scenario)
 
-    def test_a_store_that_stays_away_is_answered_not_applied_and_nothing_was(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+    def test_while_the_store_stays_unavailable_creates_are_answered_not_applied_and_nothing_is_stored(self) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             await world.create("b", 30_000, payload="1")
             store.fail("commit", *[Fault.UNAVAILABLE] * 200)
             with pytest.raises(StoreUnavailable):
@@ -521,22 +521,22 @@ class TestUnknownOutcomes:
             await asyncio.sleep(120)
             assert world.destinations.called() == ["b"]
 
-        faulty_world(story)
+        faulty_world(scenario)
 
-    def test_a_delivery_made_while_the_store_is_away_is_settled_when_it_is_back(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+    def test_a_delivery_made_while_the_store_is_unavailable_is_settled_when_it_is_available_again(self) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             await world.create("a", 100)
             store.fail("commit", *[Fault.UNAVAILABLE] * 50)
             await asyncio.sleep(200)
             assert world.destinations.called() == ["a"]
             assert (await world.get("a")).state is State.DELIVERED
 
-        faulty_world(story)
+        faulty_world(scenario)
 
 
 class TestLease:
     def test_case_24_nothing_fires_past_the_lease_and_everything_after_it_is_renewed(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             await world.create("a", 10_000)
             answered = store.hold("heartbeat")
             await asyncio.sleep(20)
@@ -547,10 +547,10 @@ class TestLease:
             assert world.destinations.called() == ["a"]
             assert world.service.readiness() is None
 
-        faulty_world(story)
+        faulty_world(scenario)
 
-    def test_an_instance_declared_dead_joins_again_under_a_new_name_and_fires(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+    def test_an_instance_declared_dead_joins_again_under_a_new_id_and_fires(self) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             await world.create("a", 10_000)
             old = world.engine.membership.instance_id
             for member in await world.store.members():
@@ -559,24 +559,24 @@ class TestLease:
             assert world.engine.membership.instance_id != old
             assert world.destinations.called() == ["a"]
 
-        faulty_world(story)
+        faulty_world(scenario)
 
-    def test_a_shard_that_another_has_claimed_is_dropped_and_never_written(self) -> None:
-        async def story(world: World, store: FaultyStore) -> None:
+    def test_a_shard_that_another_instance_has_claimed_is_dropped_and_not_written(self) -> None:
+        async def scenario(world: World, store: FaultyStore) -> None:
             await world.create("a", 10_000, payload="1")
             rows = await world.store.shards()
-            await world.store.join(Member("thief", "elsewhere", 0, True, 0))
-            await world.store.claim([Claim(row.shard_id, row.version, 7, "thief", "elsewhere", 0) for row in rows])
+            await world.store.join(Member("another", "elsewhere", 0, True, 0))
+            await world.store.claim([Claim(row.shard_id, row.version, 7, "another", "elsewhere", 0) for row in rows])
             with pytest.raises(Exception, match="moving to another instance"):
                 await world.create("a", 10_000, payload="2")
             found = await world.store.get_many([(shard_of("a", 16), A)])
             assert found[0].timer is not None
             assert found[0].timer.payload == "1"
 
-        faulty_world(story)
+        faulty_world(scenario)
 
     def test_case_7_a_wall_clock_that_jumps_ahead_fires_nothing_early(self) -> None:
-        async def told(clock: VirtualClock) -> None:
+        async def run(clock: VirtualClock) -> None:
             true_time = VirtualClock(clock._loop)
             world = World(clock, MemoryStore(true_time))
             await world.start()
@@ -589,10 +589,10 @@ class TestLease:
             assert world.destinations.called() == ["a"]
             await world.engine.stop()
 
-        run_virtual(told)
+        run_virtual(run)
 
     def test_case_8_a_wall_clock_that_jumps_back_only_delays(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await world.create("a", 10_000)
             await asyncio.sleep(5)
             world.clock.offset_ms -= 60_000
@@ -601,12 +601,12 @@ class TestLease:
             await asyncio.sleep(60)
             assert world.destinations.called() == ["a"]
 
-        in_world(story)
+        in_world(scenario)
 
 
 class TestShutdown:
-    def test_a_drain_lets_what_is_in_flight_land_settles_it_and_releases_every_shard(self) -> None:
-        async def story(world: World) -> None:
+    def test_a_drain_waits_for_deliveries_in_flight_settles_them_and_releases_every_shard(self) -> None:
+        async def scenario(world: World) -> None:
             called = asyncio.Event()
 
             async def answer(attempt: Attempt) -> AttemptResult:
@@ -629,28 +629,28 @@ class TestShutdown:
             await asyncio.sleep(10)
             assert world.destinations.called() == ["a", "b"]
 
-        in_world(story)
+        in_world(scenario)
 
 
 class TestNamespaces:
     def test_an_unknown_namespace_is_not_found(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             with pytest.raises(NotFound) as caught:
                 await world.service.create(TimerSpec(namespace="nowhere", timer_id="a", delay_ms=1, callback_url=URL))
             assert caught.value.code == "namespace_not_found"
 
-        in_world(story)
+        in_world(scenario)
 
-    def test_it_is_made_on_first_use_where_the_configuration_lets_it(self) -> None:
-        async def story(world: World) -> None:
+    def test_a_namespace_is_created_on_first_use_if_the_configuration_allows_it(self) -> None:
+        async def scenario(world: World) -> None:
             await world.service.create(TimerSpec(namespace="new", timer_id="a", delay_ms=100, callback_url=URL))
             await asyncio.sleep(1)
             assert world.destinations.called() == ["a"]
 
-        in_world(story, namespaces__create_on_first_use=True)
+        in_world(scenario, namespaces__create_on_first_use=True)
 
     def test_a_list_shows_every_timer_once_over_pages_and_states(self) -> None:
-        async def story(world: World) -> None:
+        async def scenario(world: World) -> None:
             await asyncio.gather(*(world.create(f"t{n}", n * 1_000 + 500) for n in range(30)))
             await asyncio.sleep(10)
             seen: list[tuple[str, State]] = []
@@ -665,14 +665,14 @@ class TestNamespaces:
             assert sorted(timer_id for timer_id, _ in seen) == sorted(f"t{n}" for n in range(30))
             assert sum(state is State.DELIVERED for _, state in seen) == 10
 
-        in_world(story)
+        in_world(scenario)
 
 
 # --- what is over, and may go ---------------------------------------------------------------------
 
 
 class Purging(MemoryStore):
-    """Counts what one call removes; the first ones find the database away, and one shard never answers."""
+    """Counts what one call removes; during the first ones the database is unavailable, and one shard never answers."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(clock)
@@ -688,10 +688,10 @@ class Purging(MemoryStore):
         return [StoreUnavailable("no quorum") if f.shard_id == 60 else r for f, r in zip(fences, results, strict=True)]
 
 
-def test_what_is_over_goes_when_its_time_has_come_and_never_much_at_once() -> None:
+def test_reached_timers_are_purged_after_their_retention_a_limited_number_at_a_time() -> None:
     """However many shards there are: a call may be one transaction, and commits wait for it."""
 
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         store = world.store
         assert isinstance(store, Purging)
         now_ms = world.clock.wall_ms()
@@ -706,4 +706,4 @@ def test_what_is_over_goes_when_its_time_has_come_and_never_much_at_once() -> No
         everything = ListQuery(namespace="test", num_shards=130, outcomes=frozenset(Outcome))
         assert (await store.list_timers(everything)).reached == [late] * len(shards)
 
-    in_world(story, new_store=Purging, namespaces__default_num_shards=130)
+    in_world(scenario, new_store=Purging, namespaces__default_num_shards=130)

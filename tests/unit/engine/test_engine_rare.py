@@ -29,24 +29,24 @@ from duetime.testing.virtual import VirtualClock, run_virtual
 X = TimerKey("default", "x")
 
 
-def on_one_shard(story: Callable[[World, FaultyStore], Awaitable[None]], **settings: Any) -> None:
-    async def told(clock: VirtualClock) -> None:
+def on_one_shard(scenario: Callable[[World, FaultyStore], Awaitable[None]], **settings: Any) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = FaultyStore(MemoryStore(clock))
         world = World(clock, store.as_store, namespaces__default_num_shards=1, **settings)
         await world.start()
         try:
-            await story(world, store)
+            await scenario(world, store)
             check_accounts(world.engine)
         finally:
             store.heal()
             await world.engine.stop()
         check_nothing_is_left(world.engine)
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 def test_a_timer_whose_connect_fails_during_a_recovery_still_fires() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         refused = asyncio.Event()
 
         async def connect(attempt: Attempt) -> AttemptResult:
@@ -70,21 +70,21 @@ def test_a_timer_whose_connect_fails_during_a_recovery_still_fires() -> None:
         await other
         assert world.destinations.called() == ["x"]
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
-def test_a_timer_stalled_twice_by_a_recovery_does_not_fire_after_its_delete() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_a_timer_that_became_due_twice_during_a_recovery_does_not_fire_after_its_delete() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         due_ms = world.clock.wall_ms() + 1_000
-        wish = {"namespace": "default", "timer_id": "x", "execute_at_ms": due_ms, "callback_url": URL}
-        await world.service.create(TimerSpec(**wish))  # type: ignore[arg-type]
+        fields = {"namespace": "default", "timer_id": "x", "execute_at_ms": due_ms, "callback_url": URL}
+        await world.service.create(TimerSpec(**fields))  # type: ignore[arg-type]
         await asyncio.sleep(0.9)
         store.fail("commit", Fault.LOST_THEN_UNKNOWN)
         store.fail("claim", *[Fault.UNAVAILABLE] * 9)
         store.fail("heartbeat", *[Fault.UNAVAILABLE] * 20)
         other = asyncio.ensure_future(world.create("other", 3_600_000))
         await asyncio.sleep(0.5)
-        await world.service.create(TimerSpec(**wish, if_absent=True))  # type: ignore[arg-type]
+        await world.service.create(TimerSpec(**fields, if_absent=True))  # type: ignore[arg-type]
         shard = world.engine.shards[0]
         while shard.recovering:
             await asyncio.sleep(0.01)
@@ -93,13 +93,13 @@ def test_a_timer_stalled_twice_by_a_recovery_does_not_fire_after_its_delete() ->
         before = len(world.destinations.calls)
         await asyncio.sleep(60)
         assert world.destinations.calls[before:] == []
-        assert (world.engine.writes_waiting, world.engine.unsettled) == (0, 0)
+        assert (world.engine.counters.writes_waiting, world.engine.counters.unsettled) == (0, 0)
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
 def test_if_absent_is_not_answered_from_a_write_that_is_not_on_disk() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         store.fail("commit", *[Fault.UNAVAILABLE] * 1_000)
         first = asyncio.ensure_future(world.create("x", 60_000, payload="1"))
         await asyncio.sleep(1)
@@ -111,11 +111,11 @@ def test_if_absent_is_not_answered_from_a_write_that_is_not_on_disk() -> None:
         await asyncio.sleep(120)
         assert world.destinations.called() == ["x"]
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
 def test_a_delete_is_not_answered_from_an_outcome_that_is_not_on_disk() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await world.create("x", 1_000)
         await asyncio.sleep(0.9)
         store.fail("commit", *[Fault.UNAVAILABLE] * 5)
@@ -126,11 +126,11 @@ def test_a_delete_is_not_answered_from_an_outcome_that_is_not_on_disk() -> None:
         await asyncio.sleep(60)
         assert world.destinations.called() == ["x"]
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
 def test_a_delete_that_is_repeated_after_an_unknown_outcome_is_not_answered_before_it_is_known() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await world.create("x", 60_000)
         store.fail("commit", Fault.LOST_THEN_UNKNOWN)
         store.fail("claim", *[Fault.UNAVAILABLE] * 1_000)
@@ -143,11 +143,11 @@ def test_a_delete_that_is_repeated_after_an_unknown_outcome_is_not_answered_befo
         await asyncio.sleep(120)
         assert world.destinations.called() == ["x"]
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
-def test_everybody_is_answered_also_who_follows_a_write_of_unknown_outcome() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_every_caller_is_answered_also_after_a_write_of_unknown_outcome() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         store.fail("commit", Fault.LOST_THEN_UNKNOWN)
         store.fail("claim", *[Fault.UNAVAILABLE] * 100)
         first = asyncio.ensure_future(world.create("x", 600_000))
@@ -157,11 +157,11 @@ def test_everybody_is_answered_also_who_follows_a_write_of_unknown_outcome() -> 
         assert isinstance(first.exception(), OutcomeUnknown)
         assert isinstance(second.exception(), OutcomeUnknown)
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
-def test_one_who_gives_up_waiting_for_a_timer_does_not_disturb_the_others() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_a_caller_that_stops_waiting_for_a_timer_does_not_affect_the_others() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await world.create("x", 60_000, payload="0")
         updates = [
             asyncio.ensure_future(world.service.update(X, TimerPatch(payload=str(number)))) for number in (1, 2, 3)
@@ -172,11 +172,11 @@ def test_one_who_gives_up_waiting_for_a_timer_does_not_disturb_the_others() -> N
         assert isinstance(results[1], asyncio.CancelledError)
         assert (await world.get("x")).timer.payload == "3"
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
-def test_large_timers_for_a_dead_destination_leave_room_for_the_others() -> None:
-    async def told(clock: VirtualClock) -> None:
+def test_large_timers_for_a_failing_destination_leave_memory_for_the_others() -> None:
+    async def run(clock: VirtualClock) -> None:
         world = World(clock, engine__timers_in_memory_max=1_000, engine__writes_waiting_max=5_000)
         await world.start()
 
@@ -193,7 +193,7 @@ def test_large_timers_for_a_dead_destination_leave_room_for_the_others() -> None
         assert sum(timer_id.startswith("live") for timer_id in world.destinations.called()) == 50
         await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 def test_shards_that_could_not_be_claimed_at_the_start_are_claimed_later() -> None:
@@ -202,7 +202,7 @@ def test_shards_that_could_not_be_claimed_at_the_start_are_claimed_later() -> No
             name="memory", batch_max=100, payload_bytes_max=1_000, parallel_commits=1, exclusive=True, durable=False
         )
 
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = FaultyStore(Exclusive(clock))
         store.fail("heartbeat", Fault.UNAVAILABLE)
         world = World(clock, store.as_store)
@@ -215,13 +215,13 @@ def test_shards_that_could_not_be_claimed_at_the_start_are_claimed_later() -> No
         assert (await world.get("x")).state is State.DELIVERED
         await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
-def test_an_update_that_leaves_the_time_alone_keeps_the_attempts() -> None:
+def test_an_update_that_does_not_change_the_time_keeps_the_attempts() -> None:
     """A timer that was tried on time is being retried: no missed-fire policy may skip it for being late."""
 
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         outcomes = [AttemptResult(Contact.ANSWERED, 500), AttemptResult(Contact.ANSWERED, 200)]
 
         async def answer(attempt: Attempt) -> AttemptResult:
@@ -244,12 +244,12 @@ def test_an_update_that_leaves_the_time_alone_keeps_the_attempts() -> None:
         assert (view.timer.attempts, view.timer.extras.late_by_ms) == (2, 0)
         assert world.destinations.payloads == [None, '"new"']
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
 @pytest.mark.parametrize("time", [{"delay_ms": 5_000}, {"execute_at_ms": 1_800_000_020_000}])
 def test_an_update_of_the_time_starts_the_attempts_over(time: dict[str, int]) -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         async def answer(attempt: Attempt) -> AttemptResult:
             return AttemptResult(Contact.ANSWERED, 500)
 
@@ -265,29 +265,29 @@ def test_an_update_of_the_time_starts_the_attempts_over(time: dict[str, int]) ->
             None,
         )
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
 def test_whether_a_timer_was_replaced_is_not_known_after_a_lost_answer_beyond_the_horizon() -> None:
-    """The store had said so in the answer that was lost; memory does not know timers of tomorrow."""
+    """The lost answer of the store said it; timers beyond the horizon are not in memory."""
 
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         day_ms = 86_400_000
         await world.create("x", day_ms)
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
         assert (await world.create("x", day_ms)).replaced is None
         store.fail("commit", Fault.LOST_THEN_UNKNOWN)
-        assert (await world.create("x", day_ms)).replaced is True, "written anew, and the store has said it"
+        assert (await world.create("x", day_ms)).replaced is True, "written again, and the store has said so"
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
         await world.create("y", 1_000)
         store.fail("commit", Fault.APPLIED_THEN_UNKNOWN)
         assert (await world.create("y", 1_000)).replaced is True, "in memory, so it is known"
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
-def test_who_asks_about_a_timer_whose_outcome_cannot_be_recorded_is_answered_in_time() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_a_read_of_a_timer_whose_result_cannot_be_recorded_is_answered_in_time() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await world.create("x", 1_000)
         store.fail("commit", *[Fault.UNAVAILABLE] * 10_000)
         await asyncio.sleep(30)
@@ -301,14 +301,14 @@ def test_who_asks_about_a_timer_whose_outcome_cannot_be_recorded_is_answered_in_
         assert (await world.get("x")).state is State.DELIVERED
         assert world.destinations.called() == ["x"]
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
 def test_no_more_deliveries_are_started_than_may_be_unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not recorded is repeated after a crash: that has to be a bounded number."""
     monkeypatch.setattr("duetime.engine.engine._UNSETTLED_MAX", 10)
 
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         names = [f"t{number}" for number in range(50)]
         for name in names:
             await world.create(name, 1_000)
@@ -316,16 +316,16 @@ def test_no_more_deliveries_are_started_than_may_be_unrecorded(monkeypatch: pyte
         committing = store.hold("commit")
         await asyncio.sleep(30)
         assert len(world.destinations.calls) == 10
-        assert world.engine.unsettled == 10
+        assert world.engine.counters.unsettled == 10
         committing.set()
         await asyncio.sleep(30)
         assert sorted(world.destinations.called()) == sorted([*names, "elsewhere"])
 
-    on_one_shard(story, delivery__concurrency_per_destination=1)
+    on_one_shard(scenario, delivery__concurrency_per_destination=1)
 
 
 def test_generations_go_on_growing_over_restarts_and_recoveries() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         generations: list[int] = []
         for _ in range(3):
             for _ in range(3):
@@ -337,11 +337,11 @@ def test_generations_go_on_growing_over_restarts_and_recoveries() -> None:
             await asyncio.sleep(30)  # until its predecessor is declared dead
         assert generations == sorted(set(generations))
 
-    on_one_shard(story)
+    on_one_shard(scenario)
 
 
 def test_a_delete_that_could_not_be_applied_in_time_does_not_keep_the_timer_from_firing() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         answered = asyncio.Event()
 
         async def hangs(attempt: Attempt) -> AttemptResult:
@@ -367,4 +367,4 @@ def test_a_delete_that_could_not_be_applied_in_time_does_not_keep_the_timer_from
         assert sorted(world.destinations.called()) == sorted(names)
         assert [(await world.get(name)).state for name in names] == [State.DELIVERED] * 4
 
-    on_one_shard(story)
+    on_one_shard(scenario)

@@ -1,4 +1,4 @@
-"""What is loaded when, and what goes when memory is short: the horizon with real shards, without an engine."""
+"""Look-ahead with real shards, without an engine: which shards are loaded when, and what is removed above the limit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from duetime.cluster.membership import Membership
 from duetime.config import load_config
 from duetime.domain.timer import BEFORE_ALL, Position, Timer
+from duetime.engine.counters import Counters
 from duetime.engine.fire_loop import FireLoop
 from duetime.engine.look_ahead import LookAhead
-from duetime.engine.shard import Entry, Shard, end_of
+from duetime.engine.shard import Entry, Shard, ShardState, end_of
 from duetime.errors import NotOwner, StoreError, StoreUnavailable
 from duetime.store import Page, PageRequest, ShardRow, Store
 from duetime.testing import make_timer
@@ -22,31 +23,31 @@ from duetime.testing.virtual import START_WALL_MS, VirtualClock, run_virtual
 MINUTE_MS = 60_000
 
 
-class Observatory:
-    """Horizon, store, membership, fire loop and engine of the test: shards that are empty unless `timers` says so."""
+class Harness:
+    """A LookAhead; the harness is its store, membership, fire loop and engine. Shards are empty except for `timers`."""
 
     def __init__(self, clock: VirtualClock, shards: int, timers_in_memory_max: int) -> None:
         self.clock = clock
         self.timers: dict[int, list[Timer]] = {}
         self.asked: list[list[PageRequest]] = []
         self.errors: list[Exception] = []
-        self.trouble: dict[int, StoreError] = {}  # by shard
-        self.page_max = 1_000  # a page is cut here, whatever the limit
+        self.load_errors: dict[int, StoreError] = {}  # by shard
+        self.page_max = 1_000  # a page has at most so many timers, whatever the limit
         self.seconds = 0.0
-        self.loads_under_way = self.most_loads = 0
+        self.loads_in_flight = self.most_loads = 0
         self.armed: dict[int, Entry] = {}
         self.waiting = 0
         self.parked: list[int] = []
         self.shards: dict[int, Shard] = {}
-        self.writes_waiting = self.unsettled = 0
-        self.writes_waiting_max = 1_000
+        self.counters = Counters(writes_waiting_max=1_000)
         flags = {"engine.look_ahead": "60s", "engine.timers_in_memory_max": timers_in_memory_max}
-        self.horizon = LookAhead(
+        self.look_ahead = LookAhead(
             cast(Store, self),
             load_config(environ={}, flags=flags).engine,
             cast(Membership, self),
             cast(FireLoop, self),
             self.shards,
+            self.counters,
         )
         for shard_id in range(shards):
             self.add(shard_id)
@@ -58,13 +59,13 @@ class Observatory:
     # of the store
     async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
         self.asked.append(list(requests))
-        self.loads_under_way += 1
-        self.most_loads = max(self.most_loads, self.loads_under_way)
+        self.loads_in_flight += 1
+        self.most_loads = max(self.most_loads, self.loads_in_flight)
         await asyncio.sleep(self.seconds)
-        self.loads_under_way -= 1
+        self.loads_in_flight -= 1
         if self.errors:
             raise self.errors.pop(0)
-        return [self.trouble.get(request.shard_id) or self._page(request) for request in requests]
+        return [self.load_errors.get(request.shard_id) or self._page(request) for request in requests]
 
     def _page(self, request: PageRequest) -> Page:
         wanted = [
@@ -99,14 +100,14 @@ class Observatory:
     def disarm(self, entry: Entry) -> None:
         del self.armed[entry.ticket]
 
-    def remember(self, weight: int) -> None:
-        self.horizon.remember(weight)
+    def add_weight(self, weight: int) -> None:
+        self.look_ahead.add_weight(weight)
 
-    def written(self, shard: Shard) -> None:
+    def enqueue(self, shard: Shard) -> None:
         pass
 
     @property
-    def fire_loop(self) -> Observatory:
+    def fire_loop(self) -> Harness:
         return self
 
     def timers_of(self, shard_id: int, count: int, first_ms: int = 1_000, step_ms: int = 10, **changes: Any) -> None:
@@ -117,425 +118,429 @@ class Observatory:
         return sum(len(shard.entries) for shard in self.shards.values())
 
 
-def looking(
-    story: Callable[[Observatory], Awaitable[None]], *, shards: int = 1, timers_in_memory_max: int = 10_000
+def with_harness(
+    scenario: Callable[[Harness], Awaitable[None]], *, shards: int = 1, timers_in_memory_max: int = 10_000
 ) -> None:
-    async def told(clock: VirtualClock) -> None:
-        place = Observatory(clock, shards, timers_in_memory_max)
-        running = asyncio.ensure_future(place.horizon.run())
+    async def run(clock: VirtualClock) -> None:
+        harness = Harness(clock, shards, timers_in_memory_max)
+        running = asyncio.ensure_future(harness.look_ahead.run())
         await asyncio.sleep(0)
         try:
-            await story(place)
+            await scenario(harness)
             assert not running.done(), "a loader has ended"
         finally:
             running.cancel()
-        entries = [entry for shard in place.shards.values() for entry in shard.entries.values()]
-        assert place.horizon.weight == sum(entry.weight for entry in entries)
-        assert {id(entry) for entry in place.armed.values()} == {id(entry) for entry in entries}
+        entries = [entry for shard in harness.shards.values() for entry in shard.entries.values()]
+        assert harness.counters.weight == sum(entry.weight for entry in entries)
+        assert {id(entry) for entry in harness.armed.values()} == {id(entry) for entry in entries}
 
-    run_virtual(told)
+    run_virtual(run)
 
 
-async def until_loaded(place: Observatory) -> None:
-    place.horizon.look()
+async def until_loaded(harness: Harness) -> None:
+    harness.look_ahead.find_shards_to_load()
     await asyncio.sleep(0.5)
 
 
 class TestLoading:
     def test_a_shard_is_loaded_up_to_the_look_ahead_and_not_again_before_half_of_it_is_over(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(0, 5)
-            assert place.horizon._needy == []
-            await until_loaded(place)
-            assert place.asked == [[PageRequest(0, BEFORE_ALL, START_WALL_MS + MINUTE_MS, 1_000)]]
-            shard = place.shards[0]
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 5)
+            assert harness.look_ahead._to_load == []
+            await until_loaded(harness)
+            assert harness.asked == [[PageRequest(0, BEFORE_ALL, START_WALL_MS + MINUTE_MS, 1_000)]]
+            shard = harness.shards[0]
             assert shard.horizon == end_of(START_WALL_MS + MINUTE_MS)
             assert len(shard.entries) == 5
             assert not shard.loading
             await asyncio.sleep(29.5)
-            assert place.clock.wall_ms() == START_WALL_MS + 30_000
-            await until_loaded(place)
-            assert len(place.asked) == 1, "just half"
-            place.horizon.look()
+            assert harness.clock.wall_ms() == START_WALL_MS + 30_000
+            await until_loaded(harness)
+            assert len(harness.asked) == 1, "just half"
+            harness.look_ahead.find_shards_to_load()
             await asyncio.sleep(0.001)
-            assert len(place.asked) == 2
-            assert place.asked[1][0].after == end_of(START_WALL_MS + MINUTE_MS)
-            assert place.asked[1][0].until_ms == place.clock.wall_ms() - 1 + MINUTE_MS
+            assert len(harness.asked) == 2
+            assert harness.asked[1][0].after == end_of(START_WALL_MS + MINUTE_MS)
+            assert harness.asked[1][0].until_ms == harness.clock.wall_ms() - 1 + MINUTE_MS
 
-        looking(story)
+        with_harness(scenario)
 
     def test_a_page_that_was_cut_is_followed_by_the_next_at_once(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(0, 95)
-            place.page_max = 10
-            place.seconds = 0.01
-            place.horizon.look()
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 95)
+            harness.page_max = 10
+            harness.seconds = 0.01
+            harness.look_ahead.find_shards_to_load()
             await asyncio.sleep(0.025)
-            assert place.horizon._deep == {0}, "it has more: from now on it is loaded by itself"
+            assert harness.look_ahead._load_alone == {0}, "it has more: from now on it is loaded alone"
             await asyncio.sleep(0.5)
-            assert len(place.asked) == 10
-            assert place.in_memory() == 95
-            assert place.shards[0].horizon == end_of(START_WALL_MS + MINUTE_MS + 90), "ninety milliseconds later"
-            assert place.horizon._deep == set()
+            assert len(harness.asked) == 10
+            assert harness.in_memory() == 95
+            assert harness.shards[0].horizon == end_of(START_WALL_MS + MINUTE_MS + 90), "ninety milliseconds later"
+            assert harness.look_ahead._load_alone == set()
 
-        looking(story)
+        with_harness(scenario)
 
-    def test_shards_of_which_nothing_is_known_are_loaded_together_with_a_smaller_page_each(self) -> None:
-        async def story(place: Observatory) -> None:
-            await until_loaded(place)
-            assert [len(requests) for requests in place.asked] == [64, 36]
-            assert {request.shard_id for requests in place.asked for request in requests} == set(range(100))
-            assert {request.limit for request in place.asked[0]} == {50}
+    def test_shards_that_were_not_loaded_yet_are_loaded_together_with_a_smaller_page_each(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            await until_loaded(harness)
+            assert [len(requests) for requests in harness.asked] == [64, 36]
+            assert {request.shard_id for requests in harness.asked for request in requests} == set(range(100))
+            assert {request.limit for request in harness.asked[0]} == {50}
 
-        looking(story, shards=100)
+        with_harness(scenario, shards=100)
 
-    def test_the_page_is_shared_among_them(self) -> None:
-        async def story(place: Observatory) -> None:
-            await until_loaded(place)
-            assert [[request.limit for request in requests] for requests in place.asked] == [[250] * 4]
+    def test_shards_that_are_loaded_together_share_the_page(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            await until_loaded(harness)
+            assert [[request.limit for request in requests] for requests in harness.asked] == [[250] * 4]
 
-        looking(story, shards=4)
+        with_harness(scenario, shards=4)
 
     @pytest.mark.parametrize(("memory", "page"), [(1_000, 100), (5_000, 500), (20_000, 1_000)])
     def test_a_page_is_a_tenth_of_the_memory_and_at_most_a_thousand(self, memory: int, page: int) -> None:
-        async def story(place: Observatory) -> None:
-            await until_loaded(place)
-            assert place.asked[0][0].limit == page
+        async def scenario(harness: Harness) -> None:
+            await until_loaded(harness)
+            assert harness.asked[0][0].limit == page
 
-        looking(story, timers_in_memory_max=memory)
+        with_harness(scenario, timers_in_memory_max=memory)
 
-    def test_a_shard_with_much_to_load_is_loaded_by_itself_and_the_others_beside_it(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(1, 300)
-            place.page_max = 50
-            await until_loaded(place)
-            sizes = [[request.shard_id for request in requests] for requests in place.asked]
+    def test_a_shard_with_many_timers_is_loaded_alone_and_the_others_at_the_same_time(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(1, 300)
+            harness.page_max = 50
+            await until_loaded(harness)
+            sizes = [[request.shard_id for request in requests] for requests in harness.asked]
             assert sizes[0] == [0, 1, 2]
             assert sizes[1:] == [[1]] * 5
-            assert place.in_memory() == 300
+            assert harness.in_memory() == 300
 
-        looking(story, shards=3)
+        with_harness(scenario, shards=3)
 
-    def test_one_that_has_much_ends_the_gathering_of_others(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.horizon._deep = {1, 3}
-            for shard_id, shard in place.shards.items():
+    def test_a_shard_that_is_loaded_alone_is_not_added_to_a_load_of_others(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.look_ahead._load_alone = {1, 3}
+            for shard_id, shard in harness.shards.items():
                 shard.horizon = end_of(START_WALL_MS + shard_id)
-            await until_loaded(place)
-            assert [[request.shard_id for request in requests] for requests in place.asked] == [
+            await until_loaded(harness)
+            assert [[request.shard_id for request in requests] for requests in harness.asked] == [
                 [0],
                 [1],
                 [2],
                 [3],
             ]
 
-        looking(story, shards=4)
+        with_harness(scenario, shards=4)
 
-    def test_the_neediest_comes_first_and_four_load_at_a_time(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.horizon._deep = set(range(10))
-            for shard_id, shard in place.shards.items():
+    def test_the_shard_with_the_nearest_horizon_comes_first_and_there_are_four_loads_at_a_time(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.look_ahead._load_alone = set(range(10))
+            for shard_id, shard in harness.shards.items():
                 shard.horizon = end_of(START_WALL_MS + 10_000 - shard_id * 1_000)
-            place.seconds = 0.01
-            await until_loaded(place)
-            assert [requests[0].shard_id for requests in place.asked] == list(range(9, -1, -1))
-            assert place.most_loads == 4
+            harness.seconds = 0.01
+            await until_loaded(harness)
+            assert [requests[0].shard_id for requests in harness.asked] == list(range(9, -1, -1))
+            assert harness.most_loads == 4
 
-        looking(story, shards=10)
+        with_harness(scenario, shards=10)
 
-    def test_one_whose_load_failed_comes_after_the_others_until_a_load_succeeds(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.errors = [StoreUnavailable("away")]
-            await until_loaded(place)
-            place.asked.clear()
-            for shard in place.shards.values():
+    def test_a_shard_whose_load_failed_comes_after_the_others_until_a_load_succeeds(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.errors = [StoreUnavailable("away")]
+            await until_loaded(harness)
+            harness.asked.clear()
+            for shard in harness.shards.values():
                 shard.horizon = BEFORE_ALL
-            place.trouble[0] = StoreUnavailable("away")
-            await until_loaded(place)
-            await until_loaded(place)
-            assert place.horizon._failed_at_ms.keys() == {0}
-            assert place.horizon._need_of(place.shards[0]) > place.horizon._need_of(place.shards[2])
-            place.trouble.clear()
-            await until_loaded(place)
-            assert place.horizon._failed_at_ms == {}
+            harness.load_errors[0] = StoreUnavailable("away")
+            await until_loaded(harness)
+            await until_loaded(harness)
+            assert harness.look_ahead._failed_at_ms.keys() == {0}
+            assert harness.look_ahead._load_priority(harness.shards[0]) > harness.look_ahead._load_priority(
+                harness.shards[2]
+            )
+            harness.load_errors.clear()
+            await until_loaded(harness)
+            assert harness.look_ahead._failed_at_ms == {}
 
-        looking(story, shards=3)
+        with_harness(scenario, shards=3)
 
-    def test_one_that_is_loading_is_not_loaded_a_second_time(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.seconds = 10
-            place.horizon.look()
+    def test_a_shard_that_is_loading_is_not_loaded_a_second_time(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.seconds = 10
+            harness.look_ahead.find_shards_to_load()
             await asyncio.sleep(1)
-            assert place.shards[0].loading
-            place.horizon.look()
-            assert place.horizon._needy == []
-            place.horizon._needy = [(0, 0, 0)]
-            place.horizon._wake.set()
+            assert harness.shards[0].loading
+            harness.look_ahead.find_shards_to_load()
+            assert harness.look_ahead._to_load == []
+            harness.look_ahead._to_load = [(0, 0, 0)]
+            harness.look_ahead._wake.set()
             await asyncio.sleep(1)
-            assert len(place.asked) == 1
-            assert place.horizon._needy == []
+            assert len(harness.asked) == 1
+            assert harness.look_ahead._to_load == []
 
-        looking(story)
+        with_harness(scenario)
 
-    @pytest.mark.parametrize("state", ["dropped", "draining", "gone"])
-    def test_one_that_is_dropped_or_given_away_is_not_loaded_and_the_next_one_is(self, state: str) -> None:
-        async def story(place: Observatory) -> None:
-            place.horizon.look()
-            if state == "gone":
-                del place.shards[0]
+    @pytest.mark.parametrize("state", [ShardState.DROPPED, ShardState.CLOSING, ShardState.DRAINING, None])
+    def test_a_shard_that_is_dropped_or_drains_is_not_loaded_and_the_next_one_is(
+        self, state: ShardState | None
+    ) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.look_ahead.find_shards_to_load()
+            if state is None:
+                del harness.shards[0]
             else:
-                setattr(place.shards[0], state, True)
+                harness.shards[0].state = state
             await asyncio.sleep(1)
-            assert [[request.shard_id for request in requests] for requests in place.asked] == [[1]]
+            assert [[request.shard_id for request in requests] for requests in harness.asked] == [[1]]
 
-        looking(story, shards=2)
+        with_harness(scenario, shards=2)
 
-    def test_one_that_is_dropped_while_it_loads_is_not_loaded_on(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(0, 100)
-            place.page_max = 10
-            place.seconds = 1
-            place.horizon.look()
+    def test_a_shard_that_is_dropped_while_it_loads_is_not_loaded_further(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 100)
+            harness.page_max = 10
+            harness.seconds = 1
+            harness.look_ahead.find_shards_to_load()
             await asyncio.sleep(0.5)
-            place.shards[0].drop(NotOwner())
+            harness.shards[0].drop(NotOwner())
             await asyncio.sleep(5)
-            assert len(place.asked) == 1
-            assert place.in_memory() == 0
-            assert place.horizon._deep == set()
+            assert len(harness.asked) == 1
+            assert harness.in_memory() == 0
+            assert harness.look_ahead._load_alone == set()
 
-        looking(story)
+        with_harness(scenario)
 
-    def test_an_error_of_all_makes_each_load_by_itself_until_that_works(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.errors = [StoreUnavailable("cannot read")]
-            await until_loaded(place)
-            assert not any(shard.loading for shard in place.shards.values())
-            assert place.horizon._failure_log.reason == "cannot read"
-            assert place.horizon._deep == {0, 1, 2}
-            place.asked.clear()
-            await until_loaded(place)
-            assert [len(requests) for requests in place.asked] == [1, 1, 1]
-            assert place.horizon._deep == set()
-            assert place.horizon._failure_log.reason == ""
-            assert {shard.horizon for shard in place.shards.values()} == {place.shards[0].horizon}
+    def test_after_an_error_of_a_whole_load_each_shard_is_loaded_alone_until_that_succeeds(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.errors = [StoreUnavailable("cannot read")]
+            await until_loaded(harness)
+            assert not any(shard.loading for shard in harness.shards.values())
+            assert harness.look_ahead._failure_log.reason == "cannot read"
+            assert harness.look_ahead._load_alone == {0, 1, 2}
+            harness.asked.clear()
+            await until_loaded(harness)
+            assert [len(requests) for requests in harness.asked] == [1, 1, 1]
+            assert harness.look_ahead._load_alone == set()
+            assert harness.look_ahead._failure_log.reason == ""
+            assert {shard.horizon for shard in harness.shards.values()} == {harness.shards[0].horizon}
 
-        looking(story, shards=3)
+        with_harness(scenario, shards=3)
 
-    def test_an_error_of_one_leaves_the_others_as_they_are(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.trouble = {1: StoreUnavailable("not this one")}
-            place.timers_of(2, 3)
-            await until_loaded(place)
-            assert place.horizon._failure_log.reason == "not this one"
-            assert place.shards[1].horizon == BEFORE_ALL
-            assert not place.shards[1].loading
-            assert place.in_memory() == 3
-            place.trouble = {}
-            await until_loaded(place)
-            assert place.horizon._failure_log.reason == ""
-            assert place.asked[1][0].shard_id == 1
+    def test_an_error_of_one_shard_does_not_affect_the_others(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.load_errors = {1: StoreUnavailable("not this one")}
+            harness.timers_of(2, 3)
+            await until_loaded(harness)
+            assert harness.look_ahead._failure_log.reason == "not this one"
+            assert harness.shards[1].horizon == BEFORE_ALL
+            assert not harness.shards[1].loading
+            assert harness.in_memory() == 3
+            harness.load_errors = {}
+            await until_loaded(harness)
+            assert harness.look_ahead._failure_log.reason == ""
+            assert harness.asked[1][0].shard_id == 1
 
-        looking(story, shards=3)
+        with_harness(scenario, shards=3)
 
-    def test_an_error_that_nobody_expects_leaves_no_shard_loading_for_ever(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.errors = [ZeroDivisionError()]
-            place.shards[0].load_begins()
+    def test_an_unexpected_error_leaves_no_shard_in_the_loading_state(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.errors = [ZeroDivisionError()]
+            harness.shards[0].begin_load()
             with pytest.raises(ZeroDivisionError):
-                await place.horizon._load([place.shards[0]])
-            assert not place.shards[0].loading
+                await harness.look_ahead._load([harness.shards[0]])
+            assert not harness.shards[0].loading
 
-        looking(story)
+        with_harness(scenario)
 
     def test_a_store_that_does_not_answer_for_every_shard_is_an_internal_error(self) -> None:
-        async def story(place: Observatory) -> None:
-            shards = list(place.shards.values())
-            place.load = lambda _: asyncio.sleep(0, [Page([], None)])  # type: ignore[method-assign, assignment]
+        async def scenario(harness: Harness) -> None:
+            shards = list(harness.shards.values())
+            harness.load = lambda _: asyncio.sleep(0, [Page([], None)])  # type: ignore[method-assign, assignment]
             for shard in shards:
-                shard.load_begins()
+                shard.begin_load()
             with pytest.raises(ValueError, match="shorter"):
-                await place.horizon._load(shards)
+                await harness.look_ahead._load(shards)
 
-        looking(story, shards=2)
+        with_harness(scenario, shards=2)
 
 
 class TestMemory:
-    def test_at_the_cap_nothing_goes_and_beyond_it_the_furthest_go(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(0, 1_000, first_ms=10_000)
-            shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
+    def test_at_the_limit_nothing_is_removed_and_above_it_the_timers_due_last_are(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 1_000, first_ms=10_000)
+            shard = harness.shards[0]
+            shard.begin_load()
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
             await asyncio.sleep(0.1)
-            place.horizon.relieve()
-            assert place.horizon.weight == place.in_memory() == 1_000
-            assert place.parked == []
-            place.timers_of(1, 1, first_ms=10_000)
-            place.add(1)
-            shard = place.shards[1]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[1], None), START_WALL_MS + MINUTE_MS)
-            assert place.horizon.weight == 1_001
-            assert place.horizon._relieving
+            harness.look_ahead.reduce_memory()
+            assert harness.counters.weight == harness.in_memory() == 1_000
+            assert harness.parked == []
+            harness.timers_of(1, 1, first_ms=10_000)
+            harness.add(1)
+            shard = harness.shards[1]
+            shard.begin_load()
+            shard.end_load(Page(harness.timers[1], None), START_WALL_MS + MINUTE_MS)
+            assert harness.counters.weight == 1_001
+            assert harness.look_ahead._reduction_scheduled
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert not place.horizon._relieving
-            kept = sorted(entry.timer.execute_at_ms for entry in place.shards[0].entries.values())
+            assert not harness.look_ahead._reduction_scheduled
+            kept = sorted(entry.timer.execute_at_ms for entry in harness.shards[0].entries.values())
             assert len(kept) == 500
             assert kept[-1] == START_WALL_MS + 10_000 + 499 * 10, "the nearest stay"
-            assert place.shards[0].horizon == end_of(START_WALL_MS + 10_000 + 499 * 10)
-            assert place.parked == []
+            assert harness.shards[0].horizon == end_of(START_WALL_MS + 10_000 + 499 * 10)
+            assert harness.parked == []
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)
 
-    def test_it_is_asked_for_once_however_much_comes_at_once(self) -> None:
-        async def story(place: Observatory) -> None:
-            relieved: list[int] = []
-            place.horizon.relieve = lambda: relieved.append(1)  # type: ignore[method-assign]
-            place.horizon.remember(1_000)
+    def test_a_reduction_is_scheduled_once_however_many_timers_are_added(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            reduced: list[int] = []
+            harness.look_ahead.reduce_memory = lambda: reduced.append(1)  # type: ignore[method-assign]
+            harness.look_ahead.add_weight(1_000)
             await asyncio.sleep(0.1)
-            assert relieved == []
-            place.horizon.remember(1)
-            place.horizon.remember(1)
+            assert reduced == []
+            harness.look_ahead.add_weight(1)
+            harness.look_ahead.add_weight(1)
             await asyncio.sleep(0.1)
-            assert relieved == [1]
-            place.horizon.remember(-1_002)
+            assert reduced == [1]
+            harness.look_ahead.add_weight(-1_002)
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)
 
-    def test_what_is_due_within_five_seconds_stays_whatever_it_weighs(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(0, 100, first_ms=4_010, payload="x" * 20_480)
-            shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            assert place.horizon.weight == 2_100
-            place.horizon.relieve()
+    def test_timers_due_within_five_seconds_stay_in_memory_whatever_their_weight(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 100, first_ms=4_010, payload="x" * 20_480)
+            shard = harness.shards[0]
+            shard.begin_load()
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            assert harness.counters.weight == 2_100
+            harness.look_ahead.reduce_memory()
             assert len(shard.entries) == 100
             assert shard.horizon == end_of(START_WALL_MS + 5_000)
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)
 
-    def test_what_waits_for_its_destination_is_put_back_if_that_is_not_enough(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(0, 100, first_ms=10, payload="x" * 20_480)
-            shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            place.waiting = 60
-            place.horizon.relieve()
+    def test_timers_that_wait_for_their_destination_are_parked_if_that_is_not_enough(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 100, first_ms=10, payload="x" * 20_480)
+            shard = harness.shards[0]
+            shard.begin_load()
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            harness.waiting = 60
+            harness.look_ahead.reduce_memory()
             half = int(1_000 * 0.5 * 100 / 2_100)
-            assert place.parked == [60 - half]
+            assert harness.parked == [60 - half]
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)
 
-    def test_if_few_are_armed_none_of_them_goes(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(0, 100, first_ms=10_000, payload="x" * 20_480)
-            shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            armed = dict(place.armed)
-            place.armed = dict(list(armed.items())[: int(1_000 * 0.5 * 100 / 2_100)])
-            place.horizon.relieve()
+    def test_if_few_timers_are_armed_none_of_them_is_removed(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 100, first_ms=10_000, payload="x" * 20_480)
+            shard = harness.shards[0]
+            shard.begin_load()
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            armed = dict(harness.armed)
+            harness.armed = dict(list(armed.items())[: int(1_000 * 0.5 * 100 / 2_100)])
+            harness.look_ahead.reduce_memory()
             assert len(shard.entries) == 100
-            place.armed = armed
+            harness.armed = armed
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)
 
-    def test_if_it_is_enough_that_the_furthest_go_nothing_is_put_back(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(0, 1_000, first_ms=10, step_ms=1)
-            place.timers[0].append(make_timer("far", START_WALL_MS + 50_000))
-            shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            place.waiting = 600
-            place.horizon.relieve()
-            assert place.horizon.weight == 1_000
-            assert place.parked == []
+    def test_if_removing_the_timers_due_last_is_enough_nothing_is_parked(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 1_000, first_ms=10, step_ms=1)
+            harness.timers[0].append(make_timer("far", START_WALL_MS + 50_000))
+            shard = harness.shards[0]
+            shard.begin_load()
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            harness.waiting = 600
+            harness.look_ahead.reduce_memory()
+            assert harness.counters.weight == 1_000
+            assert harness.parked == []
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)
 
-    def test_as_many_as_wait_for_their_destination_fewer_may_stay_armed(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(0, 1_001, first_ms=10_000)
-            shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            place.waiting = 300
-            place.horizon.relieve()
+    def test_timers_that_wait_for_their_destination_reduce_how_many_stay_armed(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 1_001, first_ms=10_000)
+            shard = harness.shards[0]
+            shard.begin_load()
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            harness.waiting = 300
+            harness.look_ahead.reduce_memory()
             assert len(shard.entries) == 201
-            assert place.parked == []
+            assert harness.parked == []
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)
 
-    def test_with_everything_waiting_all_that_is_armed_goes(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.timers_of(0, 1_001, first_ms=10_000)
-            shard = place.shards[0]
-            shard.load_begins()
-            shard.load_ended(Page(place.timers[0], None), START_WALL_MS + MINUTE_MS)
-            place.waiting = 900
-            place.horizon.relieve()
+    def test_if_very_many_wait_for_their_destination_all_armed_timers_are_removed(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 1_001, first_ms=10_000)
+            shard = harness.shards[0]
+            shard.begin_load()
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            harness.waiting = 900
+            harness.look_ahead.reduce_memory()
             assert len(shard.entries) == 1, "those of the first millisecond"
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)
 
-    def test_beyond_three_quarters_only_what_is_urgent_is_loaded(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.horizon.remember(751)
-            place.shards[0].horizon = end_of(START_WALL_MS + 5_000)
-            await until_loaded(place)
-            assert place.asked == [], "not urgent before it is nearer than five seconds"
-            place.shards[0].horizon = end_of(place.clock.wall_ms() + 4_999)
-            await until_loaded(place)
-            assert len(place.asked) == 1
-            place.horizon.remember(-1)
-            place.shards[0].horizon = end_of(place.clock.wall_ms() + 6_000)
-            await until_loaded(place)
-            assert len(place.asked) == 2, "just three quarters"
-            place.horizon.remember(-750)
+    def test_above_three_quarters_of_the_limit_only_urgent_shards_are_loaded(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.look_ahead.add_weight(751)
+            harness.shards[0].horizon = end_of(START_WALL_MS + 5_000)
+            await until_loaded(harness)
+            assert harness.asked == [], "not urgent before it is nearer than five seconds"
+            harness.shards[0].horizon = end_of(harness.clock.wall_ms() + 4_999)
+            await until_loaded(harness)
+            assert len(harness.asked) == 1
+            harness.look_ahead.add_weight(-1)
+            harness.shards[0].horizon = end_of(harness.clock.wall_ms() + 6_000)
+            await until_loaded(harness)
+            assert len(harness.asked) == 2, "just three quarters"
+            harness.look_ahead.add_weight(-750)
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)
 
     @pytest.mark.parametrize(("near_ms", "loaded"), [(1_999, True), (2_000, False)])
-    def test_a_shard_that_cannot_wait_for_the_next_look_is_loaded_as_soon_as_there_is_room(
+    def test_a_shard_that_cannot_wait_for_the_next_sweep_is_loaded_as_soon_as_the_weight_allows(
         self, near_ms: int, loaded: bool
     ) -> None:
-        async def story(place: Observatory) -> None:
-            place.horizon.relieve = lambda: None  # type: ignore[method-assign]
-            place.horizon.remember(1_002)
-            place.shards[0].horizon = end_of(place.clock.wall_ms() + near_ms)
-            place.horizon.look()
+        async def scenario(harness: Harness) -> None:
+            harness.look_ahead.reduce_memory = lambda: None  # type: ignore[method-assign]
+            harness.look_ahead.add_weight(1_002)
+            harness.shards[0].horizon = end_of(harness.clock.wall_ms() + near_ms)
+            harness.look_ahead.find_shards_to_load()
             await asyncio.sleep(0)
-            place.horizon.remember(-1)
+            harness.look_ahead.add_weight(-1)
             await asyncio.sleep(0.01)
-            assert place.asked == [], "still over the cap"
-            place.horizon.remember(-1)
+            assert harness.asked == [], "still above the limit"
+            harness.look_ahead.add_weight(-1)
             await asyncio.sleep(0.01)
-            assert bool(place.asked) == loaded
-            place.horizon.remember(-1_000)
+            assert bool(harness.asked) == loaded
+            harness.look_ahead.add_weight(-1_000)
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)
 
-    def test_over_the_cap_nothing_is_loaded_and_what_waits_is_put_back_to_make_room(self) -> None:
-        async def story(place: Observatory) -> None:
-            place.horizon.relieve = lambda: None  # type: ignore[method-assign]
-            place.horizon.remember(1_000)
-            await until_loaded(place)
-            assert len(place.asked) == 1, "just at the cap, and urgent"
-            place.shards[0].horizon = BEFORE_ALL
-            place.horizon.remember(1)
-            await until_loaded(place)
-            assert (len(place.asked), place.parked) == (1, []), "nothing waits"
-            place.waiting = 1
-            await until_loaded(place)
-            assert (len(place.asked), set(place.parked)) == (1, {100})
-            place.parked.clear()
-            place.shards[0].horizon = end_of(place.clock.wall_ms() + 10_000)
-            await until_loaded(place)
-            assert (len(place.asked), place.parked) == (1, []), "it is not urgent"
-            place.horizon.remember(-1_001)
+    def test_above_the_limit_nothing_is_loaded_and_waiting_timers_are_parked(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.look_ahead.reduce_memory = lambda: None  # type: ignore[method-assign]
+            harness.look_ahead.add_weight(1_000)
+            await until_loaded(harness)
+            assert len(harness.asked) == 1, "just at the limit, and urgent"
+            harness.shards[0].horizon = BEFORE_ALL
+            harness.look_ahead.add_weight(1)
+            await until_loaded(harness)
+            assert (len(harness.asked), harness.parked) == (1, []), "nothing waits"
+            harness.waiting = 1
+            await until_loaded(harness)
+            assert (len(harness.asked), set(harness.parked)) == (1, {100})
+            harness.parked.clear()
+            harness.shards[0].horizon = end_of(harness.clock.wall_ms() + 10_000)
+            await until_loaded(harness)
+            assert (len(harness.asked), harness.parked) == (1, []), "it is not urgent"
+            harness.look_ahead.add_weight(-1_001)
 
-        looking(story, timers_in_memory_max=1_000)
+        with_harness(scenario, timers_in_memory_max=1_000)

@@ -38,21 +38,21 @@ class ExclusiveStore(MemoryStore):
 
 
 def on_faulty(
-    story: Callable[[World, FaultyStore], Awaitable[None]],
+    scenario: Callable[[World, FaultyStore], Awaitable[None]],
     new_store: Callable[[VirtualClock], MemoryStore] = MemoryStore,
     **settings: Any,
 ) -> None:
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = FaultyStore(new_store(clock))
         world = World(clock, store.as_store, namespaces__default_num_shards=1, **settings)
         await world.start()
         try:
-            await story(world, store)
+            await scenario(world, store)
         finally:
             store.heal()
             await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 async def make_shop(world: World) -> Namespace:
@@ -79,7 +79,7 @@ def seen_namespaces(world: World) -> list[Namespace]:
 
 
 def test_a_new_owner_that_has_not_read_the_namespace_reads_it_before_it_fires() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         await create(world, 5_000)
         seen = seen_namespaces(world)
@@ -91,11 +91,11 @@ def test_a_new_owner_that_has_not_read_the_namespace_reads_it_before_it_fires() 
         await asyncio.sleep(1)
         assert seen == [shop]
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 def test_while_the_namespaces_cannot_be_read_the_timer_is_held_and_no_attempt_is_spent() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         await create(world, 2_000)
         await world.create("other", 2_000)
@@ -110,13 +110,13 @@ def test_while_the_namespaces_cannot_be_read_the_timer_is_held_and_no_attempt_is
         assert found.reached is not None
         assert found.reached.timer.attempts == 1
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_a_timer_in_a_namespace_made_anew_is_fired_with_the_new_settings() -> None:
+def test_a_timer_in_a_namespace_created_again_is_fired_with_the_new_settings() -> None:
     """What this instance has read is the deleted one; the new one has other secrets."""
 
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         await create(world, 3_000)
         seen = seen_namespaces(world)
@@ -128,13 +128,13 @@ def test_a_timer_in_a_namespace_made_anew_is_fired_with_the_new_settings() -> No
         await asyncio.sleep(1)
         assert seen == [shop]
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_a_timer_in_a_namespace_made_anew_is_held_while_the_namespaces_cannot_be_read() -> None:
-    """A reading that failed proves nothing: it must not fire with the settings of the deleted one."""
+def test_a_timer_in_a_namespace_created_again_is_held_while_the_namespaces_cannot_be_read() -> None:
+    """A read that failed proves nothing: the timer must not fire with the settings of the deleted namespace."""
 
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         await create(world, 3_000)
         seen = seen_namespaces(world)
@@ -145,11 +145,11 @@ def test_a_timer_in_a_namespace_made_anew_is_held_while_the_namespaces_cannot_be
         await asyncio.sleep(20)
         assert seen == [shop]
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 def test_a_timer_that_is_left_in_a_deleted_namespace_fires_with_its_settings() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         await create(world, 3_000)
         await store.put_namespace(replace(shop, deleted=True, revision=1), 0)
@@ -157,11 +157,11 @@ def test_a_timer_that_is_left_in_a_deleted_namespace_fires_with_its_settings() -
         await asyncio.sleep(10)
         assert [namespace.signing_secrets for namespace in seen] == [(SECRET,)]
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 def test_a_held_timer_that_is_deleted_or_moved_meanwhile_does_not_fire_when_its_namespace_is_known() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         await create(world, 1_000)
         await create(world, 1_000, "b")
@@ -175,11 +175,11 @@ def test_a_held_timer_that_is_deleted_or_moved_meanwhile_does_not_fire_when_its_
         await asyncio.sleep(20)
         assert world.destinations.calls == []
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 def test_an_outcome_is_settled_by_the_namespace_it_was_sent_with() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         await create(world, 1_000)
 
@@ -193,7 +193,7 @@ def test_an_outcome_is_settled_by_the_namespace_it_was_sent_with() -> None:
         found = (await store.get_many([(0, KEY)]))[0]
         assert found.reached is not None
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 # --- deleting a namespace against writes ---------------------------------------------------------
@@ -205,7 +205,7 @@ both = pytest.mark.parametrize("new_store", [MemoryStore, ExclusiveStore], ids=[
 def test_a_create_whose_commit_outlasts_the_deletion_of_its_namespace_is_not_acknowledged(
     new_store: Callable[[VirtualClock], MemoryStore],
 ) -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         commit = store.hold("commit")
         creating = asyncio.ensure_future(create(world))
@@ -218,14 +218,14 @@ def test_a_create_whose_commit_outlasts_the_deletion_of_its_namespace_is_not_ack
         await asyncio.sleep(1)
         assert (await store.get_many([(0, KEY)]))[0].timer is None, "and nothing of it stays"
 
-    on_faulty(story, new_store)
+    on_faulty(scenario, new_store)
 
 
 @both
 def test_a_create_that_was_acknowledged_before_keeps_its_namespace(
     new_store: Callable[[VirtualClock], MemoryStore],
 ) -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         listing = store.hold("list_timers")
         deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
@@ -239,13 +239,13 @@ def test_a_create_that_was_acknowledged_before_keeps_its_namespace(
         await asyncio.sleep(20)
         assert world.destinations.called() == ["a"]
 
-    on_faulty(story, new_store)
+    on_faulty(scenario, new_store)
 
 
 def test_an_instance_that_has_not_seen_the_deletion_acknowledges_no_create_after_it() -> None:
-    """Its reading of the namespaces is too old when the commit is done, so it reads again."""
+    """Its last read of the namespaces is too old when the commit is done, so it reads again."""
 
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         commit, reading = store.hold("commit"), store.hold("namespaces")
         creating = asyncio.ensure_future(create(world))
@@ -259,11 +259,11 @@ def test_an_instance_that_has_not_seen_the_deletion_acknowledges_no_create_after
         with pytest.raises(NotFound):
             await creating
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_a_create_in_a_namespace_that_is_cached_as_deleted_is_refused_and_taken_once_it_is_made_anew() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_a_create_in_a_namespace_that_is_cached_as_deleted_is_refused_until_it_is_created_again() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         await world.service.delete_namespace("shop")
         with pytest.raises(NotFound):
@@ -272,11 +272,11 @@ def test_a_create_in_a_namespace_that_is_cached_as_deleted_is_refused_and_taken_
         await make_shop(world)
         assert (await create(world)).view.state is State.SCHEDULED
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_whether_the_namespace_is_there_cannot_be_read_then_nobody_knows() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_a_create_is_of_unknown_outcome_if_it_cannot_be_read_whether_its_namespace_still_exists() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         commit = store.hold("commit")
         creating = asyncio.ensure_future(create(world))
@@ -286,12 +286,12 @@ def test_whether_the_namespace_is_there_cannot_be_read_then_nobody_knows() -> No
         with pytest.raises(OutcomeUnknown):
             await creating
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 @pytest.mark.parametrize("kind", ["create", "update", "fireNow", "replay"])
 def test_a_forwarded_write_is_not_carried_out_in_a_deleted_namespace(kind: str) -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         await create(world, 500 if kind == "replay" else 60_000)
         await asyncio.sleep(2)
@@ -311,12 +311,12 @@ def test_a_forwarded_write_is_not_carried_out_in_a_deleted_namespace(kind: str) 
         assert (await store.get_many([(0, KEY)]))[0] == before
         assert store.calls["commit"] == commits, "not even for a moment, in which it might fire"
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 @pytest.mark.parametrize("kind", ["create", "replay"])
 def test_a_forwarded_write_whose_commit_outlasts_the_deletion_is_not_acknowledged(kind: str) -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         if kind == "replay":
             await create(world, 500)
@@ -336,14 +336,14 @@ def test_a_forwarded_write_whose_commit_outlasts_the_deletion_is_not_acknowledge
         await asyncio.sleep(1)
         assert (await store.get_many([(0, KEY)]))[0].timer is None
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 @pytest.mark.parametrize("kind", ["create", "update", "fireNow"])
 def test_a_write_over_a_timer_that_was_there_before_never_removes_it(kind: str) -> None:
-    """The deletion finds the timer and is undone: an acknowledged timer must not go with a write that was refused."""
+    """The deletion finds the timer and is undone: a refused write must not remove an acknowledged timer."""
 
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         await create(world, 60_000)
         command = {
@@ -362,14 +362,14 @@ def test_a_write_over_a_timer_that_was_there_before_never_removes_it(kind: str) 
         found = (await store.get_many([(0, KEY)]))[0]
         assert found.timer is not None or found.reached is not None
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 # --- while a namespace is being deleted ----------------------------------------------------------
 
 
-def test_while_a_namespace_is_being_deleted_its_timers_can_be_read_and_cancelled_and_creates_are_told_to_wait() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_while_a_namespace_is_being_deleted_its_timers_can_be_read_and_cancelled_and_creates_are_refused() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         await create(world)
         await create(world, 60_000, "b")
@@ -386,11 +386,11 @@ def test_while_a_namespace_is_being_deleted_its_timers_can_be_read_and_cancelled
         await asyncio.sleep(70)
         assert world.destinations.called() == ["b"], "what is in it fires"
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 def test_a_deletion_that_is_refused_leaves_the_namespace_as_it_was() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         listing = store.hold("list_timers")
         deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
@@ -403,11 +403,11 @@ def test_a_deletion_that_is_refused_leaves_the_namespace_as_it_was() -> None:
         assert (after.deleting, after.deleted) == (False, False)
         await create(world, 60_000, "b")
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_from_its_first_look_on_no_create_is_taken_in_a_namespace_that_is_being_deleted() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_no_create_is_accepted_from_the_moment_a_deletion_has_searched_for_timers() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
         for _ in range(3):
@@ -419,13 +419,13 @@ def test_from_its_first_look_on_no_create_is_taken_in_a_namespace_that_is_being_
         with pytest.raises(NotFound):
             await create(world)
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_a_mark_that_cannot_be_removed_changes_nothing_about_the_answer() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_a_deletion_mark_that_cannot_be_removed_does_not_change_the_answer() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
-        marking = store.hold("put_namespace")  # the first look has found nothing
+        marking = store.hold("put_namespace")  # the first search for timers has found nothing
         deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
         await asyncio.sleep(0.1)
         await create(world)
@@ -436,11 +436,11 @@ def test_a_mark_that_cannot_be_removed_changes_nothing_about_the_answer() -> Non
             await deleting
         assert caught.value.code == "namespace_in_use"
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_a_deletion_that_cannot_look_for_timers_says_so_and_deletes_nothing() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_a_deletion_that_cannot_search_for_timers_fails_and_deletes_nothing() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
         await asyncio.sleep(0.1)
@@ -449,11 +449,11 @@ def test_a_deletion_that_cannot_look_for_timers_says_so_and_deletes_nothing() ->
             await deleting
         await create(world)
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_a_deletion_whose_instance_died_is_forgotten_after_a_while() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_the_deletion_mark_of_a_crashed_instance_is_removed_after_a_while() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         marked = replace(shop, deleting=True, revision=1)
         await store.put_namespace(marked, 0)
@@ -467,13 +467,13 @@ def test_a_deletion_whose_instance_died_is_forgotten_after_a_while() -> None:
         assert not await store.put_namespace(replace(marked, deleted=True, revision=2), 1), "it has come too late"
         assert world.engine.namespaces.known("shop") == replace(shop, revision=2)
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_a_mark_that_was_removed_is_noticed_by_the_next_create() -> None:
-    """Not only with the next reading of the sweep, a second later."""
+def test_a_deletion_mark_that_was_removed_is_noticed_by_the_next_create() -> None:
+    """Not only with the next sweep, a second later."""
 
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         await store.put_namespace(replace(shop, deleting=True, revision=1), 0)
         await asyncio.sleep(2)
@@ -482,11 +482,11 @@ def test_a_mark_that_was_removed_is_noticed_by_the_next_create() -> None:
         await store.put_namespace(replace(shop, revision=2), 1)
         assert (await create(world)).view.state is State.SCHEDULED
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 def test_a_create_in_a_namespace_that_is_known_reads_nothing() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         before = store.calls["namespaces"]
         for number in range(20):
@@ -495,11 +495,11 @@ def test_a_create_in_a_namespace_that_is_known_reads_nothing() -> None:
             )
         assert store.calls["namespaces"] == before
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_a_create_whose_commit_outlasts_the_mark_is_taken_back_and_may_be_tried_again() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_a_create_that_is_committed_after_the_deletion_mark_is_removed_again_and_may_be_retried() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         commit = store.hold("commit")
         creating = asyncio.ensure_future(create(world))
@@ -511,14 +511,14 @@ def test_a_create_whose_commit_outlasts_the_mark_is_taken_back_and_may_be_tried_
             await creating
         assert (await store.get_many([(0, KEY)]))[0].timer is None
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-# --- readings and writes of the namespaces -------------------------------------------------------
+# --- reads and writes of the namespaces ----------------------------------------------------------
 
 
-def test_a_reading_that_began_before_a_write_does_not_undo_it() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_a_read_that_began_before_a_write_does_not_undo_it() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         rows: list[Namespace] = await store.namespaces()
         gate = asyncio.Event()
@@ -541,11 +541,11 @@ def test_a_reading_that_began_before_a_write_does_not_undo_it() -> None:
         await world.engine.namespaces.refresh()
         assert world.engine.namespaces.known("shop") == changed
 
-    on_faulty(story, ExclusiveStore)
+    on_faulty(scenario, ExclusiveStore)
 
 
-def test_of_two_readings_the_one_that_began_later_counts() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_of_two_reads_the_one_that_began_later_counts() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
         old, new = [shop], [replace(shop, revision=1, callback_url="http://new.test/")]
         gate = asyncio.Event()
@@ -566,11 +566,11 @@ def test_of_two_readings_the_one_that_began_later_counts() -> None:
         assert world.engine.namespaces.known("shop") == new[0]
         store._store.namespaces = MemoryStore.namespaces.__get__(store._store)  # type: ignore[method-assign]
 
-    on_faulty(story, ExclusiveStore)
+    on_faulty(scenario, ExclusiveStore)
 
 
 def test_a_namespace_with_a_row_that_cannot_be_decoded_is_not_empty() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         await make_shop(world)
         await create(world)
         assert isinstance(world.store, MemoryStore)
@@ -579,18 +579,18 @@ def test_a_namespace_with_a_row_that_cannot_be_decoded_is_not_empty() -> None:
             await world.service.delete_namespace("shop")
         assert caught.value.code == "namespace_in_use"
 
-    in_world(story, namespaces__default_num_shards=1)
+    in_world(scenario, namespaces__default_num_shards=1)
 
 
 def test_of_timers_held_for_their_namespace_as_many_are_parked_as_asked_for_and_none_that_was_deleted() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         for name in ("a", "b", "c", "d"):
             await create(world, 1_000, name)
         shop = world.engine.namespaces._by_name.pop("shop")
         reading = store.hold("namespaces")
         await asyncio.sleep(0.9)
-        world.engine._under_way.add("_read_namespaces")  # as if it were being read all the time
+        world.engine._running.add("_read_namespaces")  # as if it were being read all the time
         await asyncio.sleep(1)
         fire_loop = world.engine.fire_loop
         assert fire_loop.waiting == 4
@@ -599,11 +599,11 @@ def test_of_timers_held_for_their_namespace_as_many_are_parked_as_asked_for_and_
         assert fire_loop.park(2) == 2
         assert fire_loop.waiting == 1
         assert world.engine.telemetry.parked.value == 2
-        world.engine._under_way.clear()
+        world.engine._running.clear()
         reading.set()
         await asyncio.sleep(5)
         assert world.destinations.called() == ["a"]
         await asyncio.sleep(90)
         assert sorted(world.destinations.called()) == ["a", "b", "c"]
 
-    on_faulty(story)
+    on_faulty(scenario)

@@ -1,4 +1,4 @@
-"""A Shard by itself, without lanes and engine: every step of its life, and its accounts after each."""
+"""A Shard alone, without group commit and engine: all that it does, and its counters after each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from engine_world import check_shard
 
 from duetime.domain.timer import BEFORE_ALL, Extras, Position, Settlement, Timer, TimerKey
-from duetime.engine.shard import UNKNOWN, Entry, PendingWrite, Phase, Shard, Written, end_of
+from duetime.engine.counters import Counters
+from duetime.engine.pending_write import PendingWrite, WriteResult
+from duetime.engine.shard import UNKNOWN, Entry, Phase, Shard, ShardState, end_of
 from duetime.errors import Busy, NotOwner, OutcomeUnknown, StoreUnavailable
 from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable
 from duetime.testing import make_reached, make_timer
@@ -22,17 +24,14 @@ A = TimerKey("test", "a")
 B = TimerKey("test", "b")
 
 
-class Surroundings:
+class FakeHost:
     """What a shard needs of an engine: counters, and which entries are armed."""
 
     def __init__(self) -> None:
-        self.writes_waiting = 0
-        self.writes_waiting_max = 1_000
-        self.unsettled = 0
-        self.weight = 0
+        self.counters = Counters(writes_waiting_max=1_000)
         self.now_ms = 1_000
         self.armed: list[Entry] = []
-        self.told_written = 0
+        self.enqueued = 0
 
     def arm(self, entry: Entry) -> None:
         assert entry not in self.armed, "armed twice"
@@ -41,43 +40,43 @@ class Surroundings:
     def disarm(self, entry: Entry) -> None:
         self.armed.remove(entry)
 
-    def remember(self, weight: int) -> None:
-        self.weight += weight
+    def add_weight(self, weight: int) -> None:
+        self.counters.weight += weight
 
-    def written(self, shard: Shard) -> None:
-        self.told_written += 1
+    def enqueue(self, shard: Shard) -> None:
+        self.enqueued += 1
 
     def boot_ms(self) -> int:
         return self.now_ms
 
 
-class Bench:
-    """One shard that has loaded everything up to UNTIL_MS, and what a lane and the fire loop do with it."""
+class Harness:
+    """One shard that has loaded everything up to UNTIL_MS, and what group commit and the fire loop do with it."""
 
     def __init__(self, low_water: Position = BEFORE_ALL, *, loaded: bool = True, version: int = 3) -> None:
-        self.yard = Surroundings()
-        self.shard = Shard(ShardRow(7, version, 1, "me", low_water=low_water), self.yard)
+        self.host = FakeHost()
+        self.shard = Shard(ShardRow(7, version, 1, "me", low_water=low_water), self.host)
         if loaded:
             self.load([])
 
     def check(self) -> None:
-        yard = self.yard
+        host = self.host
         check_shard(self.shard)
-        ops = [*self.shard.pending.values(), *self.shard.committing.values()]
-        assert yard.writes_waiting == len(ops), "writes_waiting drifts"
-        assert yard.unsettled == sum(op.settlement is not None for op in ops), "unsettled drifts"
-        assert yard.weight == sum(entry.weight for entry in self.shard.entries.values()), "weight drifts"
+        writes = [*self.shard.pending.values(), *self.shard.committing.values()]
+        assert host.counters.writes_waiting == len(writes), "writes_waiting drifts"
+        assert host.counters.unsettled == sum(write.settlement is not None for write in writes), "unsettled drifts"
+        assert host.counters.weight == sum(entry.weight for entry in self.shard.entries.values()), "weight drifts"
         armed = [entry for entry in self.shard.entries.values() if entry.phase is Phase.ARMED]
-        assert {id(entry) for entry in yard.armed} == {id(entry) for entry in armed}
+        assert {id(entry) for entry in host.armed} == {id(entry) for entry in armed}
 
     def load(self, timers: list[Timer], more: Position | None = None, until_ms: int = UNTIL_MS, **rest: Any) -> None:
-        self.shard.load_begins()
-        self.shard.load_ended(Page(timers, more, **rest), until_ms)
+        self.shard.begin_load()
+        self.shard.end_load(Page(timers, more, **rest), until_ms)
 
-    def write(self, put: Timer, **rest: Any) -> asyncio.Future[Written]:
+    def write(self, put: Timer, **rest: Any) -> asyncio.Future[WriteResult]:
         return self.shard.write(put.key, put, [], **rest)
 
-    def delete(self, key: TimerKey = A) -> asyncio.Future[Written]:
+    def delete(self, key: TimerKey = A) -> asyncio.Future[WriteResult]:
         return self.shard.write(key, None, [])
 
     def take(self, room: int = 100, chars: int = 1_000_000) -> Batch:
@@ -99,7 +98,7 @@ class Bench:
 
     def queue(self, entry: Entry) -> None:
         """What the fire loop does with a due timer."""
-        self.yard.disarm(entry)
+        self.host.disarm(entry)
         entry.phase = Phase.QUEUED
 
     def send(self, entry: Entry) -> None:
@@ -107,21 +106,29 @@ class Bench:
         assert self.shard.begin(entry, NOW_MS, again=False)
 
     def recover(self, found: dict[TimerKey, Found], low_water: Position = BEFORE_ALL) -> None:
-        self.shard.recovered(ShardRow(7, self.shard.fence.version + 1, 2, "me", low_water=low_water), found)
+        self.shard.finish_recovery(ShardRow(7, self.shard.fence.version + 1, 2, "me", low_water=low_water), found)
         self.check()
 
 
-def on_a_bench(story: Callable[[Bench], Awaitable[None]], **settings: Any) -> None:
-    async def told(clock: VirtualClock) -> None:
-        bench = Bench(**settings)
-        await story(bench)
-        bench.check()
-        bench.shard.drop(NotOwner())
-        bench.check()
-        assert bench.yard.armed == []
-        assert (bench.yard.writes_waiting, bench.yard.unsettled, bench.yard.weight) == (0, 0, 0)
+def with_harness(scenario: Callable[[Harness], Awaitable[None]], **settings: Any) -> None:
+    async def run(clock: VirtualClock) -> None:
+        harness = Harness(**settings)
+        await scenario(harness)
+        harness.check()
+        harness.shard.drop(NotOwner())
+        harness.check()
+        assert harness.host.armed == []
+        assert (
+            harness.host.counters.writes_waiting,
+            harness.host.counters.unsettled,
+            harness.host.counters.weight,
+        ) == (
+            0,
+            0,
+            0,
+        )
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 def timer(timer_id: str = "a", execute_at_ms: int = NOW_MS, **changes: Any) -> Timer:
@@ -137,18 +144,18 @@ def phase_of(entry: Entry) -> Phase:
     return entry.phase
 
 
-def error_of(future: asyncio.Future[Written]) -> BaseException | None:
+def error_of(future: asyncio.Future[WriteResult]) -> BaseException | None:
     return future.exception() if future.done() else None
 
 
 class TestWriting:
     def test_a_write_is_in_memory_only_once_it_is_on_disk(self) -> None:
-        async def story(bench: Bench) -> None:
-            shard = bench.shard
-            writing = bench.write(timer())
+        async def scenario(harness: Harness) -> None:
+            shard = harness.shard
+            writing = harness.write(timer())
             assert shard.current(A) == timer()
             assert shard.entries == {}
-            batch = bench.take()
+            batch = harness.take()
             assert (list(batch.puts), list(batch.deletes), list(batch.reached)) == ([timer()], [], [])
             assert batch.fence == Fence(7, 3, 1)
             assert not shard.is_quiet
@@ -162,450 +169,453 @@ class TestWriting:
             assert shard.current(B) is UNKNOWN
             assert shard.is_quiet
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_timer_that_is_written_anew_does_not_fire_meanwhile(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.write(timer(payload="2"))
+    def test_a_timer_does_not_fire_while_it_is_written_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.write(timer(payload="2"))
             assert phase_of(entry) is Phase.WRITING
-            bench.check()
-            bench.take()
-            bench.check()
-            assert not shard_begins(bench, entry)
+            harness.check()
+            harness.take()
+            harness.check()
+            assert not shard_begins(harness, entry)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_writes_about_one_timer_merge_and_everybody_is_told(self) -> None:
-        async def story(bench: Bench) -> None:
-            first = bench.write(timer(payload="1"))
-            second = bench.shard.write(A, None, [make_reached(timer(payload="1"))])
-            third = bench.shard.write(A, timer(payload="3"), [make_reached(timer(payload="2"))])
-            bench.check()
-            batch = bench.commit()
+    def test_writes_of_one_timer_are_merged_and_all_callers_are_answered(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            first = harness.write(timer(payload="1"))
+            second = harness.shard.write(A, None, [make_reached(timer(payload="1"))])
+            third = harness.shard.write(A, timer(payload="3"), [make_reached(timer(payload="2"))])
+            harness.check()
+            batch = harness.commit()
             assert list(batch.puts) == [timer(payload="3")]
             assert list(batch.reached) == [make_reached(timer(payload="1")), make_reached(timer(payload="2"))]
             assert first.result() == (timer(payload="1"), False)
             assert second.result() == (None, True)
             assert third.result() == (timer(payload="3"), False), "it was deleted before"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_whether_it_replaced_one_is_said_by_memory_or_else_by_the_store(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_whether_a_write_replaced_a_timer_is_known_from_memory_or_else_from_the_store(self) -> None:
+        async def scenario(harness: Harness) -> None:
             far = timer("far", UNTIL_MS + 1)
-            asked = [bench.write(timer("x")), bench.write(far)]
-            bench.commit(replaced=frozenset({1}))
+            asked = [harness.write(timer("x")), harness.write(far)]
+            harness.commit(replaced=frozenset({1}))
             assert [future.result()[1] for future in asked] == [False, True]
-            asked = [bench.write(timer("x")), bench.write(far)]
-            bench.commit()
+            asked = [harness.write(timer("x")), harness.write(far)]
+            harness.commit()
             assert [future.result()[1] for future in asked] == [True, False]
-            first = bench.write(far)
-            bench.take()
-            second = bench.write(far)
-            bench.check()
-            bench.shard.committed(Batch(bench.shard.fence, [far]), Committed())
-            bench.commit()
+            first = harness.write(far)
+            harness.take()
+            second = harness.write(far)
+            harness.check()
+            harness.shard.committed(Batch(harness.shard.fence, [far]), Committed())
+            harness.commit()
             assert (first.result()[1], second.result()[1]) == (False, True), "it follows one that was admitted"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_what_was_admitted_last_says_whether_one_is_replaced(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer(payload="1"))
-            batch = bench.take()
-            bench.delete()
-            third = bench.write(timer(payload="3"))
-            bench.shard.committed(batch, Committed())
-            bench.commit()
+    def test_whether_a_write_replaces_a_timer_follows_from_the_write_admitted_before_it(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer(payload="1"))
+            batch = harness.take()
+            harness.delete()
+            third = harness.write(timer(payload="3"))
+            harness.shard.committed(batch, Committed())
+            harness.commit()
             assert third.result()[1] is False, "it was deleted before"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_while_one_is_committing_the_next_waits_and_the_lane_is_told_of_it(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer(payload="1"))
-            assert bench.yard.told_written == 1
-            batch = bench.take()
-            second = bench.write(timer(payload="2"))
-            bench.write(timer("b"))
-            assert bench.shard.next_batch(100, 1_000_000) is None, "one at a time"
-            assert bench.shard.current(A) == timer(payload="2")
-            bench.yard.told_written = 0
-            bench.shard.committed(batch, Committed())
-            bench.check()
-            assert bench.yard.told_written == 1
-            assert phase_of(bench.shard.entries[A]) is Phase.WRITING, "it must not fire: another write is on its way"
-            bench.yard.told_written = 0
-            bench.commit()
+    def test_while_a_write_is_committing_the_next_waits_and_the_shard_is_enqueued_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer(payload="1"))
+            assert harness.host.enqueued == 1
+            batch = harness.take()
+            second = harness.write(timer(payload="2"))
+            harness.write(timer("b"))
+            assert harness.shard.next_batch(100, 1_000_000) is None, "one at a time"
+            assert harness.shard.current(A) == timer(payload="2")
+            harness.host.enqueued = 0
+            harness.shard.committed(batch, Committed())
+            harness.check()
+            assert harness.host.enqueued == 1
+            assert phase_of(harness.shard.entries[A]) is Phase.WRITING, "it must not fire: another write is pending"
+            harness.host.enqueued = 0
+            harness.commit()
             assert second.result() == (timer(payload="2"), True)
-            assert bench.shard.entries[A].timer.payload == "2"
-            assert bench.yard.told_written == 0
-            assert bench.shard.next_batch(100, 1_000_000) is None, "nothing is waiting"
+            assert harness.shard.entries[A].timer.payload == "2"
+            assert harness.host.enqueued == 0
+            assert harness.shard.next_batch(100, 1_000_000) is None, "nothing is waiting"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_who_has_gone_is_not_told(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer()).cancel()
-            other = bench.write(timer("b"))
-            bench.commit()
+    def test_a_cancelled_caller_is_not_answered(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer()).cancel()
+            other = harness.write(timer("b"))
+            harness.commit()
             assert other.done()
-            bench.write(timer()).cancel()
-            bench.take()
-            bench.recover({A: Found(timer())})
+            harness.write(timer()).cancel()
+            harness.take()
+            harness.recover({A: Found(timer())})
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_the_queue_is_bounded(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.yard.writes_waiting_max = 2
-            bench.write(timer("a"))
-            bench.write(timer("b"))
+    def test_the_number_of_waiting_writes_is_limited(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.host.counters.writes_waiting_max = 2
+            harness.write(timer("a"))
+            harness.write(timer("b"))
             with pytest.raises(Busy):
-                bench.write(timer("c"))
+                harness.write(timer("c"))
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    @pytest.mark.parametrize("state", ["closing", "dropped"])
-    def test_a_shard_that_is_given_away_takes_no_writes(self, state: str) -> None:
-        async def story(bench: Bench) -> None:
-            setattr(bench.shard, state, True)
+    @pytest.mark.parametrize("state", [ShardState.CLOSING, ShardState.DROPPED])
+    def test_a_shard_that_closes_or_is_dropped_accepts_no_writes(self, state: ShardState) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.shard.state = state
             with pytest.raises(NotOwner):
-                bench.write(timer())
+                harness.write(timer())
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_asks_to_be_told_is_told_when_what_was_admitted_last_is_decided(self) -> None:
-        async def story(bench: Bench) -> None:
-            shard = bench.shard
+    def test_undecided_is_done_when_the_write_admitted_last_is_decided(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            shard = harness.shard
             assert shard.undecided(A) is None
-            bench.write(timer(payload="1"))
-            batch = bench.take()
+            harness.write(timer(payload="1"))
+            batch = harness.take()
             committing = shard.undecided(A)
-            bench.write(timer(payload="2"))
+            harness.write(timer(payload="2"))
             pending = shard.undecided(A)
             assert committing is not None
             assert pending is not None
             shard.committed(batch, Committed())
             assert committing.done()
             assert not pending.done()
-            bench.commit()
+            harness.commit()
             assert pending.result() == (timer(payload="2"), True)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_generations_never_repeat_also_after_the_shard_was_claimed_again(self) -> None:
-        async def story(bench: Bench) -> None:
-            shard = bench.shard
+        async def scenario(harness: Harness) -> None:
+            shard = harness.shard
             first = [shard.next_generation() for _ in range(3)]
             assert first == [3 << 32 | 1, 3 << 32 | 2, 3 << 32 | 3]
-            bench.write(timer())
-            bench.take()
-            bench.recover({A: Found(timer())})
+            harness.write(timer())
+            harness.take()
+            harness.recover({A: Found(timer())})
             assert shard.next_generation() == 4 << 32 | 1
-            again = Bench(version=5)
+            again = Harness(version=5)
             assert again.shard.next_generation() == 5 << 32 | 1
 
-        on_a_bench(story)
+        with_harness(scenario)
 
 
-def shard_begins(bench: Bench, entry: Entry) -> bool:
-    return bench.shard.begin(entry, NOW_MS, again=False)
+def shard_begins(harness: Harness, entry: Entry) -> bool:
+    return harness.shard.begin(entry, NOW_MS, again=False)
 
 
 class TestBatches:
-    def test_a_batch_has_as_many_rows_as_there_is_room_for_and_the_rest_waits_in_order(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_a_batch_has_at_most_the_allowed_rows_and_the_others_wait_in_order(self) -> None:
+        async def scenario(harness: Harness) -> None:
             for name in "abcde":
-                bench.write(timer(name))
-            batch = bench.take(room=3)
+                harness.write(timer(name))
+            batch = harness.take(room=3)
             assert [put.timer_id for put in batch.puts] == ["a", "b", "c"]
-            assert bench.shard.committing_rows == 3
-            assert list(bench.shard.pending) == [timer("d").key, timer("e").key]
-            bench.check()
-            bench.shard.committed(batch, Committed())
-            batch = bench.take(room=2)
+            assert harness.shard.committing_rows == 3
+            assert list(harness.shard.pending) == [timer("d").key, timer("e").key]
+            harness.check()
+            harness.shard.committed(batch, Committed())
+            batch = harness.take(room=2)
             assert [put.timer_id for put in batch.puts] == ["d", "e"]
-            assert bench.shard.committing_rows == 2
-            assert bench.shard.pending == {}
+            assert harness.shard.committing_rows == 2
+            assert harness.shard.pending == {}
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_end_is_two_rows(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_a_timer_that_is_reached_counts_as_two_rows(self) -> None:
+        async def scenario(harness: Harness) -> None:
             for name in "abc":
-                bench.shard.write(timer(name).key, None, [make_reached(timer(name))])
-            batch = bench.take(room=5)
+                harness.shard.write(timer(name).key, None, [make_reached(timer(name))])
+            batch = harness.take(room=5)
             assert [key.timer_id for key in batch.deletes] == ["a", "b"]
-            assert (len(batch.reached), bench.shard.committing_rows) == (2, 4)
+            assert (len(batch.reached), harness.shard.committing_rows) == (2, 4)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_there_is_at_least_one_op_in_it_whatever_it_weighs(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.shard.write(A, None, [make_reached(timer()), make_reached(timer(generation=2))])
-            bench.write(timer("b", payload="x" * 1_000))
-            assert list(bench.take(room=1).deletes) == [A]
-            bench.shard.not_committed()
-            assert [put.timer_id for put in bench.take(chars=1).puts] == ["b"], "what failed waits behind the others"
+    def test_a_batch_has_at_least_one_write_however_large_it_is(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.shard.write(A, None, [make_reached(timer()), make_reached(timer(generation=2))])
+            harness.write(timer("b", payload="x" * 1_000))
+            assert list(harness.take(room=1).deletes) == [A]
+            harness.shard.not_committed()
+            assert [put.timer_id for put in harness.take(chars=1).puts] == ["b"], "what failed waits behind the others"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_the_characters_of_a_batch_are_bounded_and_counted_from_above(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_the_characters_of_a_batch_are_limited_and_rather_overestimated(self) -> None:
+        async def scenario(harness: Harness) -> None:
             url = "http://r.example/" + "u" * 83
             plain = timer("plain", callback_url=url)
-            bench.write(plain)
-            bench.take()
-            assert bench.shard.committing_chars == 300
-            bench.shard.not_committed()
-            bench.write(timer("payload", callback_url=url, payload="x" * 50))
-            bench.take()
-            assert bench.shard.committing_chars == 650
-            bench.shard.not_committed()
+            harness.write(plain)
+            harness.take()
+            assert harness.shard.committing_chars == 300
+            harness.shard.not_committed()
+            harness.write(timer("payload", callback_url=url, payload="x" * 50))
+            harness.take()
+            assert harness.shard.committing_chars == 650
+            harness.shard.not_committed()
             extras = Extras(headers={"ab": "cde"}, tags=("12", "345"), last_error="oops")
-            bench.write(timer("extras", callback_url=url, extras=extras))
-            bench.take()
-            assert bench.shard.committing_chars == 950 + 4 * (5 + 5 + 4)
-            bench.shard.not_committed()
-            bench.shard.write(B, None, [make_reached(plain)])
-            bench.take()
-            assert bench.shard.committing_chars == 950 + 4 * 14 + 300
-            bench.shard.not_committed()
-            bench.take(chars=650)
-            assert len(bench.shard.committing) == 2, "enough once it is reached"
+            harness.write(timer("extras", callback_url=url, extras=extras))
+            harness.take()
+            assert harness.shard.committing_chars == 950 + 4 * (5 + 5 + 4)
+            harness.shard.not_committed()
+            harness.shard.write(B, None, [make_reached(plain)])
+            harness.take()
+            assert harness.shard.committing_chars == 950 + 4 * 14 + 300
+            harness.shard.not_committed()
+            harness.take(chars=650)
+            assert len(harness.shard.committing) == 2, "enough once it is reached"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_extras_without_headers_and_errors_are_counted(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer(callback_url="u" * 100, extras=Extras(tags=("12",))))
-            bench.take()
-            assert bench.shard.committing_chars == 308
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer(callback_url="u" * 100, extras=Extras(tags=("12",))))
+            harness.take()
+            assert harness.shard.committing_chars == 308
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_end_that_is_not_kept_is_not_written(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_a_reached_timer_without_retention_is_not_written(self) -> None:
+        async def scenario(harness: Harness) -> None:
             gone = make_reached(timer(), purge_at_ms=NOW_MS)
             kept = make_reached(timer(generation=2), purge_at_ms=NOW_MS + 1)
-            bench.shard.write(A, None, [gone, kept])
-            assert list(bench.commit().reached) == [kept]
+            harness.shard.write(A, None, [gone, kept])
+            assert list(harness.commit().reached) == [kept]
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    @pytest.mark.parametrize("state", ["recovering", "dropped"])
-    def test_nothing_is_committed_by_a_shard_that_recovers_or_is_dropped(self, state: str) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer())
-            setattr(bench.shard, state, True)
-            assert bench.shard.next_batch(100, 1_000_000) is None
+    @pytest.mark.parametrize("dropped", [False, True])
+    def test_nothing_is_committed_by_a_shard_that_recovers_or_is_dropped(self, dropped: bool) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer())
+            if dropped:
+                harness.shard.state = ShardState.DROPPED
+            else:
+                harness.shard.start_recovery()
+            assert harness.shard.next_batch(100, 1_000_000) is None
 
-        on_a_bench(story)
+        with_harness(scenario)
 
 
 class TestLowWater:
-    def test_a_put_below_the_low_water_takes_it_down_in_the_same_batch(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer("c", NOW_MS + 1))
-            assert bench.take().low_water is None
-            bench.shard.not_committed()
-            bench.write(timer("a", NOW_MS - 5))
-            bench.write(timer("b", NOW_MS))
-            batch = bench.take()
+    def test_a_put_below_the_low_water_mark_lowers_it_in_the_same_batch(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer("c", NOW_MS + 1))
+            assert harness.take().low_water is None
+            harness.shard.not_committed()
+            harness.write(timer("a", NOW_MS - 5))
+            harness.write(timer("b", NOW_MS))
+            batch = harness.take()
             assert batch.low_water == end_of(NOW_MS - 6)
-            assert bench.shard.low_water == end_of(NOW_MS), "not before it is on disk"
-            bench.shard.committed(batch, Committed())
-            assert bench.shard.low_water == end_of(NOW_MS - 6)
-            bench.write(timer("d", NOW_MS - 4))
-            assert bench.commit().low_water is None, "it is above"
-            assert bench.shard.low_water == end_of(NOW_MS - 6)
+            assert harness.shard.low_water == end_of(NOW_MS), "not before it is on disk"
+            harness.shard.committed(batch, Committed())
+            assert harness.shard.low_water == end_of(NOW_MS - 6)
+            harness.write(timer("d", NOW_MS - 4))
+            assert harness.commit().low_water is None, "it is above"
+            assert harness.shard.low_water == end_of(NOW_MS - 6)
 
-        on_a_bench(story, low_water=end_of(NOW_MS))
+        with_harness(scenario, low_water=end_of(NOW_MS))
 
-    def test_a_put_in_the_millisecond_of_the_low_water_takes_it_down_too(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer("b", NOW_MS))
-            assert bench.commit().low_water == end_of(NOW_MS - 1)
+    def test_a_put_in_the_millisecond_of_the_low_water_mark_lowers_it_too(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer("b", NOW_MS))
+            assert harness.commit().low_water == end_of(NOW_MS - 1)
 
-        on_a_bench(story, low_water=end_of(NOW_MS))
+        with_harness(scenario, low_water=end_of(NOW_MS))
 
-    def test_what_was_written_below_the_low_water_is_found_after_a_restart(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer("old", NOW_MS - 500))
-            low_water = bench.commit().low_water
+    def test_a_timer_written_below_the_low_water_mark_is_found_after_a_restart(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer("old", NOW_MS - 500))
+            low_water = harness.commit().low_water
             assert low_water is not None
             assert low_water < timer("old", NOW_MS - 500).position
 
-        on_a_bench(story, low_water=end_of(NOW_MS))
+        with_harness(scenario, low_water=end_of(NOW_MS))
 
     def test_it_rises_to_just_below_the_first_timer_in_memory(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.put(timer("first", NOW_MS + 1_000))
-            bench.put(timer("later", NOW_MS + 2_000))
-            bench.write(timer("b", NOW_MS + 3_000))
-            batch = bench.take()
-            assert bench.shard.raise_low_water(batch).low_water == end_of(NOW_MS + 999)
-            raised = bench.shard.raise_low_water(batch)
+        async def scenario(harness: Harness) -> None:
+            harness.put(timer("first", NOW_MS + 1_000))
+            harness.put(timer("later", NOW_MS + 2_000))
+            harness.write(timer("b", NOW_MS + 3_000))
+            batch = harness.take()
+            assert harness.shard.raise_low_water(batch).low_water == end_of(NOW_MS + 999)
+            raised = harness.shard.raise_low_water(batch)
             assert (raised.fence, raised.puts, raised.deletes, raised.reached) == (
                 batch.fence,
                 batch.puts,
                 batch.deletes,
                 batch.reached,
             )
-            bench.shard.committed(raised, Committed())
-            assert bench.shard.low_water == end_of(NOW_MS + 999)
+            harness.shard.committed(raised, Committed())
+            assert harness.shard.low_water == end_of(NOW_MS + 999)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_it_rises_no_further_than_what_is_being_put(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer("b", NOW_MS + 3_000))
-            bench.write(timer("c", NOW_MS + 4_000))
-            assert bench.shard.raise_low_water(bench.take()).low_water == end_of(NOW_MS + 2_999)
+    def test_it_rises_no_further_than_the_puts_of_the_batch(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer("b", NOW_MS + 3_000))
+            harness.write(timer("c", NOW_MS + 4_000))
+            assert harness.shard.raise_low_water(harness.take()).low_water == end_of(NOW_MS + 2_999)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_it_rises_no_further_than_the_horizon(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer("far", UNTIL_MS + 5_000))
-            raised = bench.shard.raise_low_water(bench.take()).low_water
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer("far", UNTIL_MS + 5_000))
+            raised = harness.shard.raise_low_water(harness.take()).low_water
             assert raised == end_of(UNTIL_MS - 1)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_it_is_not_lowered_by_raising_it(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer("b", NOW_MS + 1))
-            batch = bench.take()
-            assert bench.shard.raise_low_water(batch) is batch, "it is there already"
-            bench.shard.not_committed()
-            bench.write(timer("b", NOW_MS + 2))
-            assert bench.shard.raise_low_water(bench.take()).low_water == end_of(NOW_MS + 1)
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer("b", NOW_MS + 1))
+            batch = harness.take()
+            assert harness.shard.raise_low_water(batch) is batch, "it is there already"
+            harness.shard.not_committed()
+            harness.write(timer("b", NOW_MS + 2))
+            assert harness.shard.raise_low_water(harness.take()).low_water == end_of(NOW_MS + 1)
 
-        on_a_bench(story, low_water=end_of(NOW_MS))
+        with_harness(scenario, low_water=end_of(NOW_MS))
 
-    def test_a_batch_that_takes_it_down_is_not_raised(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer("b", NOW_MS - 10))
-            batch = bench.take()
-            assert bench.shard.raise_low_water(batch).low_water == end_of(NOW_MS - 11)
+    def test_a_batch_that_lowers_it_does_not_raise_it(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer("b", NOW_MS - 10))
+            batch = harness.take()
+            assert harness.shard.raise_low_water(batch).low_water == end_of(NOW_MS - 11)
 
-        on_a_bench(story, low_water=end_of(NOW_MS))
+        with_harness(scenario, low_water=end_of(NOW_MS))
 
     def test_it_stays_below_a_row_that_cannot_be_decoded(self) -> None:
-        async def story(bench: Bench) -> None:
+        async def scenario(harness: Harness) -> None:
             row = Unreadable(Position(NOW_MS + 100, 1, 1), "test", "x", "broken")
-            bench.load([], unreadable=[row])
-            bench.write(timer("far", UNTIL_MS + 5_000))
-            assert bench.shard.raise_low_water(bench.take()).low_water == end_of(NOW_MS + 99)
+            harness.load([], unreadable=[row])
+            harness.write(timer("far", UNTIL_MS + 5_000))
+            assert harness.shard.raise_low_water(harness.take()).low_water == end_of(NOW_MS + 99)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_it_does_not_rise_at_all_where_not_all_such_rows_are_known(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_does_not_rise_if_not_all_unreadable_rows_are_known(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("duetime.engine.shard._UNREADABLE_MAX", 2)
 
-        async def story(bench: Bench) -> None:
+        async def scenario(harness: Harness) -> None:
             rows = [Unreadable(Position(NOW_MS + n, 1, 1), "test", f"x{n}", "broken") for n in range(3)]
-            bench.load([], unreadable=rows[:2])
-            bench.write(timer("b", UNTIL_MS - 1))
-            batch = bench.take()
-            assert bench.shard.raise_low_water(batch).low_water == end_of(NOW_MS - 1)
-            bench.load([], unreadable=rows)
-            assert len(bench.shard.unreadable) == 2
-            assert bench.shard.raise_low_water(batch) is batch
+            harness.load([], unreadable=rows[:2])
+            harness.write(timer("b", UNTIL_MS - 1))
+            batch = harness.take()
+            assert harness.shard.raise_low_water(batch).low_water == end_of(NOW_MS - 1)
+            harness.load([], unreadable=rows)
+            assert len(harness.shard.unreadable) == 2
+            assert harness.shard.raise_low_water(batch) is batch
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_after_a_recovery_it_is_what_the_store_says(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer("a", NOW_MS - 5))
-            bench.take()
-            bench.recover({A: Found()}, low_water=end_of(NOW_MS - 50))
-            assert bench.shard.low_water == end_of(NOW_MS - 50)
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer("a", NOW_MS - 5))
+            harness.take()
+            harness.recover({A: Found()}, low_water=end_of(NOW_MS - 50))
+            assert harness.shard.low_water == end_of(NOW_MS - 50)
 
-        on_a_bench(story, low_water=end_of(NOW_MS))
+        with_harness(scenario, low_water=end_of(NOW_MS))
 
 
 class TestNotApplied:
-    def test_what_was_not_applied_waits_again_and_the_lane_is_told(self) -> None:
-        async def story(bench: Bench) -> None:
-            writing = bench.write(timer())
-            bench.take()
-            bench.yard.told_written = 0
-            bench.shard.not_committed("the disk is full")
-            bench.check()
-            assert bench.yard.told_written == 1
+    def test_writes_that_were_not_applied_wait_again_and_the_shard_is_enqueued(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            writing = harness.write(timer())
+            harness.take()
+            harness.host.enqueued = 0
+            harness.shard.not_committed("the disk is full")
+            harness.check()
+            assert harness.host.enqueued == 1
             assert not writing.done()
-            assert bench.shard.trouble == "the disk is full"
-            bench.commit()
+            assert harness.shard.last_commit_error == "the disk is full"
+            harness.commit()
             assert writing.result() == (timer(), False)
-            assert bench.shard.trouble == ""
+            assert harness.shard.last_commit_error == ""
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_it_merges_with_what_came_meanwhile(self) -> None:
-        async def story(bench: Bench) -> None:
-            first = bench.shard.write(A, timer(payload="1"), [make_reached(timer(generation=1))])
-            other = bench.write(timer("b"))
-            bench.take()
-            second = bench.shard.write(A, timer(payload="2"), [make_reached(timer(generation=2))])
-            bench.shard.not_committed()
-            bench.check()
-            batch = bench.commit()
+    def test_a_write_that_was_not_applied_is_merged_with_a_later_one(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            first = harness.shard.write(A, timer(payload="1"), [make_reached(timer(generation=1))])
+            other = harness.write(timer("b"))
+            harness.take()
+            second = harness.shard.write(A, timer(payload="2"), [make_reached(timer(generation=2))])
+            harness.shard.not_committed()
+            harness.check()
+            batch = harness.commit()
             assert [put.payload for put in batch.puts if put.timer_id == "a"] == ["2"]
             assert len(batch.reached) == 2
             assert [future.result()[0] for future in (first, second)] == [timer(payload="1"), timer(payload="2")]
             assert other.done()
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_delete_that_merges_with_an_end_leaves_no_timer(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            assert bench.shard.settle(entry, Settlement(rearmed=timer(execute_at_ms=NOW_MS + 10, attempts=1)))
-            bench.take()
-            deleting = bench.delete()
-            bench.shard.not_committed()
-            bench.check()
-            batch = bench.commit()
+    def test_a_delete_that_is_merged_with_a_settlement_leaves_no_timer(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            assert harness.shard.settle(entry, Settlement(rearmed=timer(execute_at_ms=NOW_MS + 10, attempts=1)))
+            harness.take()
+            deleting = harness.delete()
+            harness.shard.not_committed()
+            harness.check()
+            batch = harness.commit()
             assert (list(batch.puts), list(batch.deletes)) == ([], [A])
             assert deleting.done()
-            assert A not in bench.shard.entries
+            assert A not in harness.shard.entries
 
-        on_a_bench(story)
+        with_harness(scenario)
 
 
 class TestRecovery:
-    def test_what_the_store_holds_is_done_and_what_it_does_not_hold_is_written_again(self) -> None:
-        async def story(bench: Bench) -> None:
-            shard = bench.shard
-            there, not_there = bench.write(timer("a")), bench.write(timer("b"))
-            bench.take()
-            shard.recovering = True
-            bench.yard.now_ms = 5_000
-            bench.recover({A: Found(timer("a")), B: Found()})
+    def test_a_write_that_the_store_holds_is_done_and_one_that_it_does_not_hold_is_written_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            shard = harness.shard
+            there, not_there = harness.write(timer("a")), harness.write(timer("b"))
+            harness.take()
+            shard.start_recovery()
+            harness.host.now_ms = 5_000
+            harness.recover({A: Found(timer("a")), B: Found()})
             assert not shard.recovering
             assert shard.fence == Fence(7, 4, 2)
             assert shard.fenced_at_ms == 5_000
             assert there.result() == (timer("a"), None)
             assert phase_of(shard.entries[A]) is Phase.ARMED
             assert not not_there.done()
-            assert bench.commit().puts == [timer("b")]
+            assert harness.commit().puts == [timer("b")]
             assert not_there.done()
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_the_store_holds_in_another_form_is_written_again(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer(payload="new"))
-            bench.take()
-            bench.recover({A: Found(timer(payload="old"))})
-            assert list(bench.shard.pending) == [A]
+    def test_a_timer_that_the_store_holds_in_another_form_is_written_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer(payload="new"))
+            harness.take()
+            harness.recover({A: Found(timer(payload="old"))})
+            assert list(harness.shard.pending) == [A]
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     @pytest.mark.parametrize(
         ("found", "done"),
@@ -617,525 +627,527 @@ class TestRecovery:
             (Found(reached=make_reached(timer()), unreadable="broken"), False),
         ],
     )
-    def test_a_delete_is_done_if_its_last_end_is_there(self, found: Found, done: bool) -> None:
-        async def story(bench: Bench) -> None:
-            bench.shard.write(A, None, [make_reached(timer(generation=0)), make_reached(timer())])
-            bench.take()
-            bench.recover({A: found})
-            assert (A not in bench.shard.pending) is done
+    def test_a_delete_is_done_if_its_last_reached_row_is_stored(self, found: Found, done: bool) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.shard.write(A, None, [make_reached(timer(generation=0)), make_reached(timer())])
+            harness.take()
+            harness.recover({A: found})
+            assert (A not in harness.shard.pending) is done
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_delete_without_an_end_that_is_kept_is_done_if_nothing_is_there(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.shard.write(A, None, [make_reached(timer(), purge_at_ms=NOW_MS)])
-            bench.delete(B)
-            bench.take()
-            bench.recover({A: Found(), B: Found(reached=make_reached(timer("b")))})
-            assert bench.shard.is_quiet
+    def test_a_delete_without_a_kept_reached_row_is_done_if_nothing_is_stored(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.shard.write(A, None, [make_reached(timer(), purge_at_ms=NOW_MS)])
+            harness.delete(B)
+            harness.take()
+            harness.recover({A: Found(), B: Found(reached=make_reached(timer("b")))})
+            assert harness.shard.is_quiet
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_put_is_done_if_it_is_there_whatever_ended_before(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.shard.write(A, timer(), [make_reached(timer(generation=0))])
-            bench.take()
-            bench.recover({A: Found(timer())})
-            assert bench.shard.is_quiet
+    def test_a_put_is_done_if_it_is_stored_whatever_was_reached_before(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.shard.write(A, timer(), [make_reached(timer(generation=0))])
+            harness.take()
+            harness.recover({A: Found(timer())})
+            assert harness.shard.is_quiet
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_outcome_that_was_recorded_is_not_recorded_again(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.shard.settle(entry, delivered(entry))
-            bench.check()
-            bench.take()
-            bench.recover({A: Found(reached=make_reached(timer()))})
-            assert bench.yard.unsettled == 0
-            assert bench.shard.is_quiet
-            assert bench.shard.entries == {}
+    def test_a_settlement_that_was_recorded_is_not_recorded_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.shard.settle(entry, delivered(entry))
+            harness.check()
+            harness.take()
+            harness.recover({A: Found(reached=make_reached(timer()))})
+            assert harness.host.counters.unsettled == 0
+            assert harness.shard.is_quiet
+            assert harness.shard.entries == {}
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_a_due_timer_that_waited_for_it_is_armed_once(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.write(timer("b"))
-            bench.take()
-            bench.shard.recovering = True
-            bench.yard.disarm(entry)
-            bench.shard.stall(entry)
-            bench.shard.stall(entry)
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.write(timer("b"))
+            harness.take()
+            harness.shard.start_recovery()
+            harness.host.disarm(entry)
+            harness.shard.wait_for_recovery(entry)
+            harness.shard.wait_for_recovery(entry)
             assert phase_of(entry) is Phase.WRITING
-            bench.recover({B: Found()})
+            harness.recover({B: Found()})
             assert phase_of(entry) is Phase.ARMED
-            assert bench.shard.stalled == []
+            assert harness.shard.due_during_recovery == []
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_was_written_deleted_or_is_held_meanwhile_is_not_armed_by_it(self) -> None:
-        async def story(bench: Bench) -> None:
-            entries = [bench.put(timer(name)) for name in "abcd"]
-            bench.write(timer("a", payload="new"))
-            bench.delete(timer("d").key)
-            bench.take()
-            bench.shard.recovering = True
+    def test_a_timer_that_was_written_deleted_or_locked_meanwhile_is_not_armed_by_it(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entries = [harness.put(timer(name)) for name in "abcd"]
+            harness.write(timer("a", payload="new"))
+            harness.delete(timer("d").key)
+            harness.take()
+            harness.shard.start_recovery()
             for entry in entries[1:3]:
-                bench.yard.disarm(entry)
+                harness.host.disarm(entry)
             for entry in entries:
-                bench.shard.stall(entry)
-            bench.write(timer("b", payload="new"))
-            async with bench.shard.key_lock(timer("c").key):
-                bench.recover({A: Found(), timer("d").key: Found()})
+                harness.shard.wait_for_recovery(entry)
+            harness.write(timer("b", payload="new"))
+            async with harness.shard.key_lock(timer("c").key):
+                harness.recover({A: Found(), timer("d").key: Found()})
                 assert [entry.phase for entry in entries[:3]] == [Phase.WRITING] * 3
                 assert phase_of(entries[3]) is Phase.GONE
             assert phase_of(entries[2]) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_is_not_in_memory_any_more_is_not_armed_by_it(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.shard.stall(Entry(timer(), bench.shard))
-            bench.put(timer(payload="2"))
-            bench.recover({})
-            assert [entry.timer.payload for entry in bench.yard.armed] == ["2"]
+    def test_a_timer_that_is_no_longer_in_memory_is_not_armed_by_it(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.shard.wait_for_recovery(Entry(timer(), harness.shard))
+            harness.put(timer(payload="2"))
+            harness.recover({})
+            assert [entry.timer.payload for entry in harness.host.armed] == ["2"]
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_what_is_decided_by_it_does_not_fire_before_it_is_over(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.queue(entry)
-            bench.shard.recovering = True
-            assert not bench.shard.begin(entry, NOW_MS, again=False)
-            bench.shard.not_sent(entry, begun=False)
+    def test_a_timer_whose_write_it_decides_does_not_fire_before_it_has_ended(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.queue(entry)
+            harness.shard.start_recovery()
+            assert not harness.shard.begin(entry, NOW_MS, again=False)
+            harness.shard.not_sent(entry, begun=False)
             assert phase_of(entry) is Phase.WRITING
-            bench.check()
-            bench.recover({})
+            harness.check()
+            harness.recover({})
             assert phase_of(entry) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
 
 class TestExpiry:
     """Writes whose users have waited for too long."""
 
-    def test_one_that_waits_is_told_that_it_was_not_applied_and_is_not(self) -> None:
-        async def story(bench: Bench) -> None:
-            writing = bench.write(timer())
-            bench.yard.now_ms = 2_000
-            young = bench.write(timer("b"))
-            bench.shard.expire(1_000)
+    def test_an_expired_waiting_write_is_answered_not_applied_and_is_not_applied(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            writing = harness.write(timer())
+            harness.host.now_ms = 2_000
+            young = harness.write(timer("b"))
+            harness.shard.expire(1_000)
             assert not writing.done(), "not before its time"
-            bench.shard.expire(1_001)
-            bench.check()
+            harness.shard.expire(1_001)
+            harness.check()
             assert isinstance(error_of(writing), StoreUnavailable)
             assert "could not be written to in time" in str(error_of(writing))
             assert not young.done()
-            assert list(bench.commit().puts) == [timer("b")]
+            assert list(harness.commit().puts) == [timer("b")]
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_it_is_told_why_the_store_refuses(self) -> None:
-        async def story(bench: Bench) -> None:
-            writing = bench.write(timer())
-            bench.take()
-            bench.shard.not_committed("the disk is full")
-            bench.shard.expire(1_001)
+    def test_the_answer_to_an_expired_write_says_why_the_store_refuses(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            writing = harness.write(timer())
+            harness.take()
+            harness.shard.not_committed("the disk is full")
+            harness.shard.expire(1_001)
             assert str(error_of(writing)) == "the disk is full"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_the_timer_is_armed_again_and_fires_as_it_was(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            deleting = bench.delete()
-            bench.shard.expire(1_001)
-            bench.check()
+    def test_after_an_expired_write_the_timer_is_armed_again_and_fires_as_it_was(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            deleting = harness.delete()
+            harness.shard.expire(1_001)
+            harness.check()
             assert isinstance(error_of(deleting), StoreUnavailable)
             assert phase_of(entry) is Phase.ARMED
-            assert bench.shard.current(A) == timer()
+            assert harness.shard.current(A) == timer()
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_in_flight_is_in_flight_again_and_its_outcome_settles_it(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.delete()
+    def test_after_an_expired_write_a_timer_in_flight_is_settled_by_its_result(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.delete()
             assert phase_of(entry) is Phase.WRITING
-            bench.shard.expire(1_001)
-            bench.check()
+            harness.shard.expire(1_001)
+            harness.check()
             assert phase_of(entry) is Phase.SENDING
-            assert bench.shard.begin(entry, NOW_MS, again=True)
-            assert bench.shard.settle(entry, delivered(entry))
-            bench.check()
-            batch = bench.commit()
+            assert harness.shard.begin(entry, NOW_MS, again=True)
+            assert harness.shard.settle(entry, delivered(entry))
+            harness.check()
+            batch = harness.commit()
             assert (list(batch.deletes), len(batch.reached)) == ([A], 1)
-            assert bench.shard.is_quiet
+            assert harness.shard.is_quiet
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_outcome_that_came_meanwhile_settles_it_after_all(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.delete()
-            assert not bench.shard.settle(entry, delivered(entry)), "for now it is stale"
-            assert bench.yard.unsettled == 0
-            bench.shard.expire(1_001)
-            bench.check()
+    def test_after_an_expired_write_a_result_that_came_meanwhile_settles_the_timer(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.delete()
+            assert not harness.shard.settle(entry, delivered(entry)), "for now it is stale"
+            assert harness.host.counters.unsettled == 0
+            harness.shard.expire(1_001)
+            harness.check()
             assert phase_of(entry) is Phase.SETTLING
-            assert entry.outcome_of is None
-            assert bench.yard.unsettled == 1
-            batch = bench.commit()
+            assert entry.deferred_settlement is None
+            assert harness.host.counters.unsettled == 1
+            batch = harness.commit()
             assert (list(batch.deletes), len(batch.reached)) == ([A], 1)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_attempt_that_was_not_made_meanwhile_is_made_again(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.delete()
-            bench.shard.not_sent(entry, begun=True)
+    def test_after_an_expired_write_an_attempt_that_was_not_made_is_made_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.delete()
+            harness.shard.not_sent(entry, begun=True)
             assert phase_of(entry) is Phase.WRITING
-            assert bench.shard.sending == {}
-            bench.shard.expire(1_001)
+            assert harness.shard.sending == {}
+            harness.shard.expire(1_001)
             assert phase_of(entry) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_was_never_there_leaves_nothing(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer())
-            bench.shard.expire(1_001)
-            assert bench.shard.is_quiet
-            assert bench.shard.current(A) is UNKNOWN
+    def test_an_expired_create_leaves_nothing(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer())
+            harness.shard.expire(1_001)
+            assert harness.shard.is_quiet
+            assert harness.shard.current(A) is UNKNOWN
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_of_one_that_is_committing_nobody_knows(self) -> None:
-        async def story(bench: Bench) -> None:
-            writing = bench.write(timer())
-            batch = bench.take()
-            bench.shard.expire(1_000)
+    def test_an_expired_write_that_is_committing_is_answered_unknown(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            writing = harness.write(timer())
+            batch = harness.take()
+            harness.shard.expire(1_000)
             assert not writing.done()
-            bench.shard.expire(1_001)
+            harness.shard.expire(1_001)
             assert isinstance(error_of(writing), OutcomeUnknown)
-            bench.check()
-            bench.shard.committed(batch, Committed())
-            assert phase_of(bench.shard.entries[A]) is Phase.ARMED, "it was applied"
+            harness.check()
+            harness.shard.committed(batch, Committed())
+            assert phase_of(harness.shard.entries[A]) is Phase.ARMED, "it was applied"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_follows_an_open_one_is_as_unknown_and_decided_with_it(self) -> None:
-        async def story(bench: Bench) -> None:
-            first = bench.write(timer(payload="1"))
-            batch = bench.take()
-            second = bench.write(timer(payload="2"))
-            bench.shard.expire(1_001)
+    def test_an_expired_write_after_one_that_is_committing_is_answered_unknown_and_decided_with_it(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            first = harness.write(timer(payload="1"))
+            batch = harness.take()
+            second = harness.write(timer(payload="2"))
+            harness.shard.expire(1_001)
             assert [type(error_of(future)) for future in (first, second)] == [OutcomeUnknown, OutcomeUnknown]
             assert "earlier write" in str(error_of(second))
-            bench.check()
-            bench.shard.expire(1_001)
-            bench.check()
-            bench.shard.committed(batch, Committed())
-            bench.shard.expire(1_001)
-            assert bench.commit().puts == [timer(payload="2")]
+            harness.check()
+            harness.shard.expire(1_001)
+            harness.check()
+            harness.shard.committed(batch, Committed())
+            harness.shard.expire(1_001)
+            assert harness.commit().puts == [timer(payload="2")]
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_nobody_waits_for_is_given_up_if_it_was_not_applied(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer(payload="1"))
-            bench.write(timer(payload="2"))
-            other = bench.write(timer("b"))
-            bench.take()
-            bench.shard.expire(1_001)
+    def test_a_write_whose_callers_were_answered_is_abandoned_if_it_was_not_applied(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer(payload="1"))
+            harness.write(timer(payload="2"))
+            other = harness.write(timer("b"))
+            harness.take()
+            harness.shard.expire(1_001)
             assert other.done()
-            kept = bench.write(timer("c"))
-            bench.shard.not_committed()
-            bench.check()
-            assert list(bench.shard.pending) == [timer("c").key]
+            kept = harness.write(timer("c"))
+            harness.shard.not_committed()
+            harness.check()
+            assert list(harness.shard.pending) == [timer("c").key]
             assert phase_of(entry) is Phase.ARMED
-            assert bench.shard.current(A) == timer(payload="1")
-            bench.commit()
+            assert harness.shard.current(A) == timer(payload="1")
+            harness.commit()
             assert kept.done()
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_somebody_builds_on_is_not_given_up(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer(payload="1"))
-            bench.take()
-            bench.shard.expire(1_001)
-            bench.yard.now_ms = 2_000
-            second = bench.write(timer(payload="2"))
-            bench.shard.not_committed()
-            bench.check()
-            assert bench.commit().puts == [timer(payload="2")]
+    def test_a_write_that_a_later_one_depends_on_is_not_abandoned(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer(payload="1"))
+            harness.take()
+            harness.shard.expire(1_001)
+            harness.host.now_ms = 2_000
+            second = harness.write(timer(payload="2"))
+            harness.shard.not_committed()
+            harness.check()
+            assert harness.commit().puts == [timer(payload="2")]
             assert second.done()
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_what_one_ended_that_somebody_builds_on_is_written_with_it(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.put(timer(payload="1"))
-            bench.shard.write(A, None, [make_reached(timer(payload="1"))])
-            bench.take()
-            bench.shard.expire(1_001)
-            second = bench.write(timer(payload="2"))
-            bench.shard.not_committed()
-            bench.check()
-            assert list(bench.commit().reached) == [make_reached(timer(payload="1"))]
+    def test_the_reached_row_of_a_write_that_a_later_one_depends_on_is_written_with_it(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.put(timer(payload="1"))
+            harness.shard.write(A, None, [make_reached(timer(payload="1"))])
+            harness.take()
+            harness.shard.expire(1_001)
+            second = harness.write(timer(payload="2"))
+            harness.shard.not_committed()
+            harness.check()
+            assert list(harness.commit().reached) == [make_reached(timer(payload="1"))]
             assert second.result()[1] is False, "it was deleted before, and that is on disk too"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_somebody_still_asks_about_is_not_given_up(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer())
-            bench.take()
-            bench.shard.expire(1_001)
-            asked = bench.shard.undecided(A)
+    def test_a_write_whose_decision_is_awaited_is_not_abandoned(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer())
+            harness.take()
+            harness.shard.expire(1_001)
+            asked = harness.shard.undecided(A)
             assert asked is not None
-            bench.shard.not_committed()
-            bench.check()
-            bench.commit()
-            assert asked.done(), "whoever asks is answered"
+            harness.shard.not_committed()
+            harness.check()
+            harness.commit()
+            assert asked.done(), "the caller is answered"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_followed_another_is_given_up_by_itself(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer(payload="1"))
-            batch = bench.take()
-            bench.write(timer(payload="2"))
-            bench.shard.expire(1_001)
-            bench.shard.committed(batch, Committed())
-            bench.take()
-            bench.shard.not_committed()
-            bench.check()
-            assert bench.shard.is_quiet
-            assert bench.shard.entries[A].timer.payload == "1"
-            assert phase_of(bench.shard.entries[A]) is Phase.ARMED
+    def test_a_write_that_followed_another_is_abandoned_alone(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer(payload="1"))
+            batch = harness.take()
+            harness.write(timer(payload="2"))
+            harness.shard.expire(1_001)
+            harness.shard.committed(batch, Committed())
+            harness.take()
+            harness.shard.not_committed()
+            harness.check()
+            assert harness.shard.is_quiet
+            assert harness.shard.entries[A].timer.payload == "1"
+            assert phase_of(harness.shard.entries[A]) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_two_that_nobody_waits_for_are_given_up_together(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.delete()
-            bench.take()
-            bench.write(timer(payload="2"))
-            bench.shard.expire(1_001)
-            bench.shard.not_committed()
-            bench.check()
-            bench.take()
-            bench.shard.not_committed()
-            bench.check()
-            assert bench.shard.is_quiet
+    def test_two_writes_whose_callers_were_answered_are_abandoned_together(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.delete()
+            harness.take()
+            harness.write(timer(payload="2"))
+            harness.shard.expire(1_001)
+            harness.shard.not_committed()
+            harness.check()
+            harness.take()
+            harness.shard.not_committed()
+            harness.check()
+            assert harness.shard.is_quiet
             assert phase_of(entry) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_whose_user_still_waits_is_not_given_up(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.write(timer())
-            bench.take()
-            bench.shard.not_committed()
-            assert list(bench.shard.pending) == [A]
+    def test_a_write_whose_caller_still_waits_is_not_abandoned(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.write(timer())
+            harness.take()
+            harness.shard.not_committed()
+            assert list(harness.shard.pending) == [A]
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_outcome_is_never_given_up(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.shard.settle(entry, delivered(entry))
-            bench.take()
-            waiting = bench.shard.undecided(A)
+    def test_a_settlement_is_never_abandoned(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.shard.settle(entry, delivered(entry))
+            harness.take()
+            waiting = harness.shard.undecided(A)
             assert waiting is not None
-            bench.shard.expire(1_001)
+            harness.shard.expire(1_001)
             assert isinstance(waiting.exception(), OutcomeUnknown)
-            bench.shard.not_committed()
-            bench.check()
-            assert list(bench.shard.pending) == [A]
-            bench.shard.expire(1_001)
-            bench.check()
-            assert list(bench.shard.pending) == [A], "nobody waits for it, and yet it is recorded"
-            bench.commit()
-            assert bench.yard.unsettled == 0
+            harness.shard.not_committed()
+            harness.check()
+            assert list(harness.shard.pending) == [A]
+            harness.shard.expire(1_001)
+            harness.check()
+            assert list(harness.shard.pending) == [A], "no caller waits for it, and yet it is recorded"
+            harness.commit()
+            assert harness.host.counters.unsettled == 0
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     @pytest.mark.parametrize("ends", [True, False])
-    def test_a_write_that_merged_into_an_outcome_goes_and_the_outcome_stays(self, ends: bool) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
+    def test_an_expired_write_that_was_merged_into_a_settlement_is_undone_and_the_settlement_stays(
+        self, ends: bool
+    ) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
             rearmed = timer(execute_at_ms=NOW_MS + 10, attempts=1)
             settlement = delivered(entry) if ends else Settlement(rearmed=rearmed)
-            bench.shard.settle(entry, settlement)
-            writing = bench.shard.write(A, timer(payload="new"), [make_reached(timer(generation=9))])
-            bench.check()
-            bench.shard.expire(1_001)
-            bench.check()
+            harness.shard.settle(entry, settlement)
+            writing = harness.shard.write(A, timer(payload="new"), [make_reached(timer(generation=9))])
+            harness.check()
+            harness.shard.expire(1_001)
+            harness.check()
             assert isinstance(error_of(writing), StoreUnavailable)
             assert phase_of(entry) is Phase.SETTLING
-            assert bench.shard.pending[A].waiters == []
-            batch = bench.commit()
+            assert harness.shard.pending[A].waiters == []
+            batch = harness.commit()
             if ends:
                 assert (list(batch.puts), list(batch.deletes)) == ([], [A])
                 assert list(batch.reached) == [settlement.reached]
             else:
                 assert (list(batch.puts), list(batch.reached)) == ([rearmed], [])
             assert writing.done()
-            assert bench.yard.unsettled == 0
+            assert harness.host.counters.unsettled == 0
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_delete_that_merged_into_an_outcome_on_its_way_is_unknown_and_made(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.shard.settle(entry, Settlement(rearmed=timer(execute_at_ms=NOW_MS + 10, attempts=1)))
-            bench.take()
-            deleting = bench.delete()
-            bench.shard.expire(1_001)
+    def test_an_expired_delete_after_a_settlement_that_is_committing_is_answered_unknown_and_made(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.shard.settle(entry, Settlement(rearmed=timer(execute_at_ms=NOW_MS + 10, attempts=1)))
+            harness.take()
+            deleting = harness.delete()
+            harness.shard.expire(1_001)
             assert isinstance(error_of(deleting), OutcomeUnknown)
-            bench.shard.not_committed()
-            bench.check()
-            assert list(bench.commit().deletes) == [A]
+            harness.shard.not_committed()
+            harness.check()
+            assert list(harness.commit().deletes) == [A]
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_a_timer_that_was_replaced_meanwhile_is_not_restored(self) -> None:
-        async def story(bench: Bench) -> None:
-            old = bench.put(timer(payload="1"))
-            bench.write(timer(payload="2"))
-            batch = bench.take()
-            bench.write(timer(payload="3"))
-            bench.shard.committed(batch, Committed())
-            bench.shard.expire(1_001)
-            bench.check()
+        async def scenario(harness: Harness) -> None:
+            old = harness.put(timer(payload="1"))
+            harness.write(timer(payload="2"))
+            batch = harness.take()
+            harness.write(timer(payload="3"))
+            harness.shard.committed(batch, Committed())
+            harness.shard.expire(1_001)
+            harness.check()
             assert phase_of(old) is Phase.GONE
-            assert bench.shard.entries[A].timer.payload == "2"
-            assert phase_of(bench.shard.entries[A]) is Phase.ARMED
+            assert harness.shard.entries[A].timer.payload == "2"
+            assert phase_of(harness.shard.entries[A]) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_a_timer_that_was_deleted_meanwhile_is_not_restored(self) -> None:
-        async def story(bench: Bench) -> None:
-            old = bench.put(timer())
-            bench.delete()
-            batch = bench.take()
-            bench.write(timer(payload="2"))
-            bench.shard.committed(batch, Committed())
-            bench.shard.expire(1_001)
-            bench.check()
+        async def scenario(harness: Harness) -> None:
+            old = harness.put(timer())
+            harness.delete()
+            batch = harness.take()
+            harness.write(timer(payload="2"))
+            harness.shard.committed(batch, Committed())
+            harness.shard.expire(1_001)
+            harness.check()
             assert phase_of(old) is Phase.GONE
-            assert bench.shard.entries == {}
+            assert harness.shard.entries == {}
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_a_timer_restored_during_a_recovery_waits_for_its_end(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.write(timer("b"))
-            bench.take()
-            bench.shard.recovering = True
-            bench.delete()
-            bench.shard.expire(1_001)
-            bench.check()
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.write(timer("b"))
+            harness.take()
+            harness.shard.start_recovery()
+            harness.delete()
+            harness.shard.expire(1_001)
+            harness.check()
             assert phase_of(entry) is Phase.WRITING
-            bench.recover({B: Found()})
+            harness.recover({B: Found()})
             assert phase_of(entry) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_timer_about_which_more_is_to_be_written_is_not_restored(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.delete()
-            bench.shard._restore(A, entry)
+    def test_a_timer_that_has_another_pending_write_is_not_restored(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.delete()
+            harness.shard._restore(A, entry)
             assert phase_of(entry) is Phase.WRITING
-            bench.take()
-            bench.shard._restore(A, entry)
+            harness.take()
+            harness.shard._restore(A, entry)
             assert phase_of(entry) is Phase.WRITING
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_only_what_a_user_was_told_about_can_be_given_up(self) -> None:
-        async def story(bench: Bench) -> None:
-            op = PendingWrite(timer(), [], [], 0)
-            assert not op.is_given_up
-            op.told = True
-            assert op.is_given_up
-            op.settlement = Settlement(rearmed=timer())
-            assert not op.is_given_up
+    def test_only_a_write_whose_callers_were_answered_can_be_abandoned(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            write = PendingWrite(timer(), [], [], 0)
+            assert not write.is_abandoned
+            write.waiters_timed_out = True
+            assert write.is_abandoned
+            write.settlement = Settlement(rearmed=timer())
+            assert not write.is_abandoned
 
-        on_a_bench(story)
+        with_harness(scenario)
 
 
 class TestReadingBeforeWriting:
-    def test_a_timer_that_is_placed_while_somebody_reads_it_is_armed_when_he_is_done(self) -> None:
-        async def story(bench: Bench) -> None:
-            assert not bench.shard.is_held(A)
-            async with bench.shard.key_lock(A):
-                assert bench.shard.is_held(A)
-                bench.load([timer()])
-                assert phase_of(bench.shard.entries[A]) is Phase.WRITING
-            assert not bench.shard.is_held(A)
-            assert phase_of(bench.shard.entries[A]) is Phase.ARMED
+    def test_a_timer_loaded_while_its_key_is_locked_is_armed_when_it_is_unlocked(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            assert not harness.shard.is_locked(A)
+            async with harness.shard.key_lock(A):
+                assert harness.shard.is_locked(A)
+                harness.load([timer()])
+                assert phase_of(harness.shard.entries[A]) is Phase.WRITING
+            assert not harness.shard.is_locked(A)
+            assert phase_of(harness.shard.entries[A]) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_he_writes_is_not(self) -> None:
-        async def story(bench: Bench) -> None:
-            async with bench.shard.key_lock(A):
-                bench.load([timer()])
-                bench.write(timer(payload="2"))
-            assert phase_of(bench.shard.entries[A]) is Phase.WRITING
-            batch = bench.take()
-            async with bench.shard.key_lock(A):
+    def test_a_timer_that_is_written_under_its_key_lock_is_not_armed_when_it_is_unlocked(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            async with harness.shard.key_lock(A):
+                harness.load([timer()])
+                harness.write(timer(payload="2"))
+            assert phase_of(harness.shard.entries[A]) is Phase.WRITING
+            batch = harness.take()
+            async with harness.shard.key_lock(A):
                 pass
-            assert phase_of(bench.shard.entries[A]) is Phase.WRITING
-            bench.shard.committed(batch, Committed())
-            assert phase_of(bench.shard.entries[A]) is Phase.ARMED
+            assert phase_of(harness.shard.entries[A]) is Phase.WRITING
+            harness.shard.committed(batch, Committed())
+            assert phase_of(harness.shard.entries[A]) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_is_armed_queued_or_in_flight_is_left_alone(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            async with bench.shard.key_lock(A):
+    def test_unlocking_a_key_does_not_affect_a_timer_that_is_armed_queued_or_in_flight(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            async with harness.shard.key_lock(A):
                 pass
             assert phase_of(entry) is Phase.ARMED
-            bench.send(entry)
-            async with bench.shard.key_lock(A):
+            harness.send(entry)
+            async with harness.shard.key_lock(A):
                 pass
             assert phase_of(entry) is Phase.SENDING
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_that_is_not_in_memory_may_be_read_too(self) -> None:
-        async def story(bench: Bench) -> None:
-            async with bench.shard.key_lock(A):
+    def test_the_key_of_a_timer_that_is_not_in_memory_can_be_locked_too(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            async with harness.shard.key_lock(A):
                 pass
-            assert bench.shard.entries == {}
+            assert harness.shard.entries == {}
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_they_take_turns_also_if_one_fails(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_key_locks_are_given_in_order_also_if_one_command_fails(self) -> None:
+        async def scenario(harness: Harness) -> None:
             order: list[str] = []
 
             async def one(name: str) -> None:
-                async with bench.shard.key_lock(A):
+                async with harness.shard.key_lock(A):
                     order.append(name)
                     await asyncio.sleep(1)
                     order.append(name)
@@ -1143,69 +1155,69 @@ class TestReadingBeforeWriting:
 
             await asyncio.gather(*(one(name) for name in "xyz"), return_exceptions=True)
             assert order == list("xxyyzz")
-            assert not bench.shard.is_held(A)
+            assert not harness.shard.is_locked(A)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
 
 class TestMemory:
     def test_weights_follow_the_payloads(self) -> None:
-        async def story(bench: Bench) -> None:
-            assert bench.put(timer("a")).weight == 1
-            assert bench.put(timer("b", payload="x" * 1_023)).weight == 1
-            assert bench.put(timer("c", payload="x" * 1_024)).weight == 2
-            assert bench.put(timer("d", payload="x" * 10_240)).weight == 11
-            assert bench.yard.weight == 15
-            bench.put(timer("d"))
-            bench.delete(timer("c").key)
-            bench.commit()
-            assert bench.yard.weight == 3
+        async def scenario(harness: Harness) -> None:
+            assert harness.put(timer("a")).weight == 1
+            assert harness.put(timer("b", payload="x" * 1_023)).weight == 1
+            assert harness.put(timer("c", payload="x" * 1_024)).weight == 2
+            assert harness.put(timer("d", payload="x" * 10_240)).weight == 11
+            assert harness.host.counters.weight == 15
+            harness.put(timer("d"))
+            harness.delete(timer("c").key)
+            harness.commit()
+            assert harness.host.counters.weight == 3
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_one_beyond_the_horizon_is_not_kept(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.put(timer("a", UNTIL_MS))
-            bench.write(timer("b", UNTIL_MS + 1))
-            bench.commit()
-            assert list(bench.shard.entries) == [A]
-            bench.write(timer("a", UNTIL_MS + 1))
-            bench.commit()
-            assert bench.shard.entries == {}
-            assert bench.yard.armed == []
+    def test_a_timer_beyond_the_horizon_is_not_kept_in_memory(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.put(timer("a", UNTIL_MS))
+            harness.write(timer("b", UNTIL_MS + 1))
+            harness.commit()
+            assert list(harness.shard.entries) == [A]
+            harness.write(timer("a", UNTIL_MS + 1))
+            harness.commit()
+            assert harness.shard.entries == {}
+            assert harness.host.armed == []
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_within_a_millisecond_the_position_decides(self) -> None:
-        async def story(bench: Bench) -> None:
-            shard = bench.shard
+        async def scenario(harness: Harness) -> None:
+            shard = harness.shard
             here = [timer(f"t{n}", NOW_MS) for n in range(20)]
             cut = sorted(t.position for t in here)[9]
-            bench.load([], cut)
+            harness.load([], cut)
             assert shard.horizon == cut
             for each in here:
-                bench.write(each)
-            bench.commit()
+                harness.write(each)
+            harness.commit()
             assert {entry.timer.position for entry in shard.entries.values()} == {
                 t.position for t in here if t.position <= cut
             }
 
-        on_a_bench(story, loaded=False)
+        with_harness(scenario, loaded=False)
 
-    def test_a_row_that_could_not_be_decoded_is_forgotten_once_its_timer_is_written(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_an_unreadable_row_is_removed_once_its_timer_is_written(self) -> None:
+        async def scenario(harness: Harness) -> None:
             rows = [
                 Unreadable(Position(NOW_MS, 1, 1), "test", "a", "broken"),
                 Unreadable(Position(NOW_MS, 1, 2), "test", "b", "broken"),
                 Unreadable(Position(NOW_MS, 1, 3), "other", "a", "broken"),
             ]
-            bench.load([], unreadable=rows)
-            bench.load([], unreadable=rows)
-            assert list(bench.shard.unreadable.values()) == rows
-            bench.put(timer())
-            assert list(bench.shard.unreadable.values()) == rows[1:]
+            harness.load([], unreadable=rows)
+            harness.load([], unreadable=rows)
+            assert list(harness.shard.unreadable.values()) == rows
+            harness.put(timer())
+            assert list(harness.shard.unreadable.values()) == rows[1:]
 
-        on_a_bench(story)
+        with_harness(scenario)
 
 
 def test_the_end_of_a_millisecond_is_behind_every_position_in_it_and_can_be_stored() -> None:
@@ -1214,138 +1226,140 @@ def test_the_end_of_a_millisecond_is_behind_every_position_in_it_and_can_be_stor
 
 class TestLoading:
     def test_before_anything_is_loaded_a_timer_is_only_on_disk(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.yard.now_ms = 9_000
-            shard = bench.shard
+        async def scenario(harness: Harness) -> None:
+            harness.host.now_ms = 9_000
+            shard = harness.shard
             assert (shard.loading, shard.fenced_at_ms) == (False, 1_000)
-            writing = bench.write(timer())
-            bench.commit()
+            writing = harness.write(timer())
+            harness.commit()
             assert writing.done()
             assert shard.entries == {}
 
-        on_a_bench(story, loaded=False)
+        with_harness(scenario, loaded=False)
 
-    def test_one_decided_while_the_page_was_read_that_ends_with_it_is_placed(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_a_timer_written_while_a_page_was_read_and_at_its_end_is_added(self) -> None:
+        async def scenario(harness: Harness) -> None:
             last = timer("last", NOW_MS + 10)
-            bench.shard.load_begins()
-            bench.write(timer("last", NOW_MS + 10, payload="new"))
-            bench.commit()
-            bench.shard.load_ended(Page([last], last.position), UNTIL_MS)
-            assert [entry.timer.payload for entry in bench.shard.entries.values()] == ["new"]
+            harness.shard.begin_load()
+            harness.write(timer("last", NOW_MS + 10, payload="new"))
+            harness.commit()
+            harness.shard.end_load(Page([last], last.position), UNTIL_MS)
+            assert [entry.timer.payload for entry in harness.shard.entries.values()] == ["new"]
 
-        on_a_bench(story, loaded=False)
+        with_harness(scenario, loaded=False)
 
-    def test_a_timer_that_is_placed_while_a_write_about_it_is_committing_does_not_fire(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.delete()
-            batch = bench.take()
-            bench.load([timer()])
-            entry = bench.shard.entries[A]
+    def test_a_timer_that_is_loaded_while_a_write_of_it_is_committing_does_not_fire(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.delete()
+            batch = harness.take()
+            harness.load([timer()])
+            entry = harness.shard.entries[A]
             assert phase_of(entry) is Phase.WRITING
-            bench.check()
-            bench.shard.expire(1_001)
-            bench.shard.not_committed()
+            harness.check()
+            harness.shard.expire(1_001)
+            harness.shard.not_committed()
             assert phase_of(entry) is Phase.ARMED, "given up: it is what it was"
-            bench.delete()
-            batch = bench.take()
-            bench.shard.committed(batch, Committed())
-            assert bench.shard.entries == {}
+            harness.delete()
+            batch = harness.take()
+            harness.shard.committed(batch, Committed())
+            assert harness.shard.entries == {}
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_row_that_was_set_aside_before_is_not_counted_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unreadable_row_that_is_known_is_not_counted_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("duetime.engine.shard._UNREADABLE_MAX", 2)
 
-        async def story(bench: Bench) -> None:
+        async def scenario(harness: Harness) -> None:
             rows = [Unreadable(Position(NOW_MS + n, 1, 1), "test", f"x{n}", "broken") for n in range(2)]
-            bench.load([], unreadable=rows)
-            bench.load([], unreadable=rows)
-            bench.write(timer("b", UNTIL_MS - 1))
-            assert bench.shard.raise_low_water(bench.take()).low_water == end_of(NOW_MS - 1), "all of them are known"
+            harness.load([], unreadable=rows)
+            harness.load([], unreadable=rows)
+            harness.write(timer("b", UNTIL_MS - 1))
+            assert harness.shard.raise_low_water(harness.take()).low_water == end_of(NOW_MS - 1), (
+                "all of them are known"
+            )
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_page_is_placed_and_the_horizon_follows(self) -> None:
-        async def story(bench: Bench) -> None:
-            shard = bench.shard
+    def test_the_timers_of_a_page_are_added_and_the_horizon_moves(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            shard = harness.shard
             assert shard.horizon == shard.low_water == end_of(NOW_MS - 1_000)
-            shard.load_begins()
+            shard.begin_load()
             assert shard.loading
-            shard.load_ended(Page([timer("a"), timer("b", NOW_MS + 5)], None), UNTIL_MS)
+            shard.end_load(Page([timer("a"), timer("b", NOW_MS + 5)], None), UNTIL_MS)
             assert not shard.loading
             assert shard.horizon == end_of(UNTIL_MS)
             assert {entry.phase for entry in shard.entries.values()} == {Phase.ARMED}
             assert len(shard.entries) == 2
 
-        on_a_bench(story, loaded=False, low_water=end_of(NOW_MS - 1_000))
+        with_harness(scenario, loaded=False, low_water=end_of(NOW_MS - 1_000))
 
     def test_a_page_that_was_cut_is_not_the_end_however_few_are_on_it(self) -> None:
-        async def story(bench: Bench) -> None:
+        async def scenario(harness: Harness) -> None:
             first = timer("a", NOW_MS + 10)
-            bench.load([first], first.position)
-            assert bench.shard.horizon == first.position
-            bench.write(timer("late", NOW_MS + 20))
-            bench.commit()
-            assert list(bench.shard.entries) == [A], "beyond what was loaded"
-            bench.load([timer("late", NOW_MS + 20)], None)
-            assert bench.shard.horizon == end_of(UNTIL_MS)
-            assert len(bench.shard.entries) == 2
+            harness.load([first], first.position)
+            assert harness.shard.horizon == first.position
+            harness.write(timer("late", NOW_MS + 20))
+            harness.commit()
+            assert list(harness.shard.entries) == [A], "beyond what was loaded"
+            harness.load([timer("late", NOW_MS + 20)], None)
+            assert harness.shard.horizon == end_of(UNTIL_MS)
+            assert len(harness.shard.entries) == 2
 
-        on_a_bench(story, loaded=False)
+        with_harness(scenario, loaded=False)
 
-    def test_the_horizon_does_not_move_back_by_a_page(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.load([], until_ms=UNTIL_MS - 500)
-            assert bench.shard.horizon == end_of(UNTIL_MS)
+    def test_a_page_does_not_move_the_horizon_back(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.load([], until_ms=UNTIL_MS - 500)
+            assert harness.shard.horizon == end_of(UNTIL_MS)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_page_that_did_not_come_changes_nothing(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.shard.load_begins()
-            bench.put(timer())
-            bench.shard.load_ended(None, UNTIL_MS + 1)
-            assert not bench.shard.loading
-            assert bench.shard.horizon == end_of(UNTIL_MS)
+    def test_a_load_that_failed_changes_nothing(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.shard.begin_load()
+            harness.put(timer())
+            harness.shard.end_load(None, UNTIL_MS + 1)
+            assert not harness.shard.loading
+            assert harness.shard.horizon == end_of(UNTIL_MS)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_page_for_a_shard_that_was_dropped_meanwhile_places_nothing(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.shard.load_begins()
-            bench.shard.drop(NotOwner())
-            bench.shard.load_ended(Page([timer()], None), UNTIL_MS)
-            assert bench.shard.entries == {}
-            assert bench.shard.horizon == BEFORE_ALL
+    def test_a_page_for_a_shard_that_was_dropped_meanwhile_adds_nothing(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.shard.begin_load()
+            harness.shard.drop(NotOwner())
+            harness.shard.end_load(Page([timer()], None), UNTIL_MS)
+            assert harness.shard.entries == {}
+            assert harness.shard.horizon == BEFORE_ALL
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_timer_that_is_in_memory_is_not_placed_twice(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.load([timer()])
-            assert bench.shard.entries[A] is entry
-            bench.send(entry)
-            bench.load([timer()])
-            assert bench.shard.entries[A] is entry
+    def test_a_timer_that_is_in_memory_is_not_added_twice(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.load([timer()])
+            assert harness.shard.entries[A] is entry
+            harness.send(entry)
+            harness.load([timer()])
+            assert harness.shard.entries[A] is entry
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_whatever_was_decided_while_a_page_was_read_wins(self) -> None:
-        async def story(bench: Bench) -> None:
-            shard = bench.shard
+    def test_writes_decided_while_a_page_was_read_count_and_not_the_page(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            shard = harness.shard
             for name in ("deleted", "replaced"):
-                bench.put(timer(name, NOW_MS))
-            shard.load_begins()
-            bench.delete(timer("deleted").key)
-            bench.write(timer("replaced", NOW_MS, payload="new"))
-            bench.write(timer("moved", UNTIL_MS + 100, payload="new"))
-            bench.write(timer("gone", UNTIL_MS + 900, payload="new"))
-            bench.commit()
+                harness.put(timer(name, NOW_MS))
+            shard.begin_load()
+            harness.delete(timer("deleted").key)
+            harness.write(timer("replaced", NOW_MS, payload="new"))
+            harness.write(timer("moved", UNTIL_MS + 100, payload="new"))
+            harness.write(timer("gone", UNTIL_MS + 900, payload="new"))
+            harness.commit()
             page = [timer(name, UNTIL_MS + 50) for name in ("moved", "gone", "left")]
-            shard.load_ended(Page([timer("deleted"), timer("replaced"), *page], None), UNTIL_MS + 500)
-            bench.check()
+            shard.end_load(Page([timer("deleted"), timer("replaced"), *page], None), UNTIL_MS + 500)
+            harness.check()
             held = {entry.timer.timer_id: entry.timer for entry in shard.entries.values()}
             assert held == {
                 "replaced": timer("replaced", NOW_MS, payload="new"),
@@ -1353,119 +1367,119 @@ class TestLoading:
                 "left": page[2],
             }
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_what_was_decided_and_is_in_memory_is_not_placed_twice(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_a_timer_written_while_a_page_was_read_is_not_added_twice(self) -> None:
+        async def scenario(harness: Harness) -> None:
             far = timer("far", UNTIL_MS + 100)
-            bench.shard.load_begins()
-            bench.write(far)
-            bench.commit()
-            bench.shard._place(far.key, far)
-            bench.shard.load_ended(Page([far], None), UNTIL_MS + 500)
-            bench.check()
+            harness.shard.begin_load()
+            harness.write(far)
+            harness.commit()
+            harness.shard._add_entry(far.key, far)
+            harness.shard.end_load(Page([far], None), UNTIL_MS + 500)
+            harness.check()
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_what_is_decided_after_a_page_counts_for_the_next_one(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_writes_after_a_page_count_for_the_next_page(self) -> None:
+        async def scenario(harness: Harness) -> None:
             far = timer("far", UNTIL_MS + 100)
-            bench.shard.load_begins()
-            bench.write(far)
-            bench.commit()
-            bench.shard.load_ended(Page([], None), UNTIL_MS)
-            bench.shard.load_begins()
-            bench.shard.load_ended(Page([far], None), UNTIL_MS + 500)
-            assert list(bench.shard.entries) == [far.key]
+            harness.shard.begin_load()
+            harness.write(far)
+            harness.commit()
+            harness.shard.end_load(Page([], None), UNTIL_MS)
+            harness.shard.begin_load()
+            harness.shard.end_load(Page([far], None), UNTIL_MS + 500)
+            assert list(harness.shard.entries) == [far.key]
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_timer_that_is_placed_while_a_write_about_it_waits_does_not_fire(self) -> None:
-        async def story(bench: Bench) -> None:
-            deleting = bench.delete()
-            bench.load([timer()])
-            entry = bench.shard.entries[A]
+    def test_a_timer_that_is_loaded_while_a_write_of_it_waits_does_not_fire(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            deleting = harness.delete()
+            harness.load([timer()])
+            entry = harness.shard.entries[A]
             assert phase_of(entry) is Phase.WRITING
-            bench.check()
-            bench.shard.expire(1_001)
+            harness.check()
+            harness.shard.expire(1_001)
             assert deleting.done()
-            assert phase_of(entry) is Phase.ARMED, "the write came to nothing: it is what it was"
+            assert phase_of(entry) is Phase.ARMED, "the write was not applied: the timer is armed again"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_unreadable_row_whose_timer_was_written_meanwhile_is_not_set_aside(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_an_unreadable_row_whose_timer_was_written_meanwhile_is_not_counted(self) -> None:
+        async def scenario(harness: Harness) -> None:
             row = Unreadable(Position(NOW_MS, 1, 1), "test", "a", "broken")
-            bench.shard.load_begins()
-            bench.put(timer())
-            bench.shard.load_ended(Page([], None, [row]), UNTIL_MS)
-            assert bench.shard.unreadable == {}
+            harness.shard.begin_load()
+            harness.put(timer())
+            harness.shard.end_load(Page([], None, [row]), UNTIL_MS)
+            assert harness.shard.unreadable == {}
 
-        on_a_bench(story)
+        with_harness(scenario)
 
 
 class TestShrinking:
-    def test_what_is_armed_for_after_the_cutoff_is_forgotten_and_loaded_again_later(self) -> None:
-        async def story(bench: Bench) -> None:
-            kept, gone = bench.put(timer("a", NOW_MS)), bench.put(timer("b", NOW_MS + 1))
-            bench.shard.shrink(NOW_MS)
-            bench.check()
-            assert bench.shard.horizon == end_of(NOW_MS)
-            assert list(bench.shard.entries) == [A]
+    def test_timers_armed_after_the_cutoff_are_removed_and_loaded_again_later(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            kept, gone = harness.put(timer("a", NOW_MS)), harness.put(timer("b", NOW_MS + 1))
+            harness.shard.shrink(NOW_MS)
+            harness.check()
+            assert harness.shard.horizon == end_of(NOW_MS)
+            assert list(harness.shard.entries) == [A]
             assert (kept.phase, gone.phase) == (Phase.ARMED, Phase.GONE)
-            bench.load([gone.timer])
-            assert phase_of(bench.shard.entries[B]) is Phase.ARMED
+            harness.load([gone.timer])
+            assert phase_of(harness.shard.entries[B]) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_what_is_written_or_in_flight_stays(self) -> None:
-        async def story(bench: Bench) -> None:
-            written, sent = bench.put(timer("a", NOW_MS + 5)), bench.put(timer("b", NOW_MS + 5))
-            bench.write(timer("a", NOW_MS + 5, payload="2"))
-            bench.send(sent)
-            bench.shard.shrink(NOW_MS)
-            assert set(bench.shard.entries.values()) == {written, sent}
-            bench.shard.expire(1_001)
-            bench.check()
-            assert phase_of(written) is Phase.ARMED
+    def test_timers_that_are_written_or_in_flight_stay_in_memory(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            enqueue, sent = harness.put(timer("a", NOW_MS + 5)), harness.put(timer("b", NOW_MS + 5))
+            harness.write(timer("a", NOW_MS + 5, payload="2"))
+            harness.send(sent)
+            harness.shard.shrink(NOW_MS)
+            assert set(harness.shard.entries.values()) == {enqueue, sent}
+            harness.shard.expire(1_001)
+            harness.check()
+            assert phase_of(enqueue) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_not_while_a_page_is_loading(self) -> None:
-        async def story(bench: Bench) -> None:
-            bench.put(timer("a", NOW_MS + 5))
-            bench.shard.load_begins()
-            bench.shard.shrink(NOW_MS)
-            assert bench.shard.horizon == end_of(UNTIL_MS)
-            assert list(bench.shard.entries) == [A]
+    def test_nothing_is_removed_while_a_page_is_loading(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.put(timer("a", NOW_MS + 5))
+            harness.shard.begin_load()
+            harness.shard.shrink(NOW_MS)
+            assert harness.shard.horizon == end_of(UNTIL_MS)
+            assert list(harness.shard.entries) == [A]
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     @pytest.mark.parametrize("cutoff_ms", [UNTIL_MS, UNTIL_MS + 10])
     def test_a_cutoff_beyond_the_horizon_does_nothing(self, cutoff_ms: int) -> None:
-        async def story(bench: Bench) -> None:
-            bench.shard.shrink(cutoff_ms)
-            assert bench.shard.horizon == end_of(UNTIL_MS)
+        async def scenario(harness: Harness) -> None:
+            harness.shard.shrink(cutoff_ms)
+            assert harness.shard.horizon == end_of(UNTIL_MS)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_not_to_a_cutoff_in_the_millisecond_in_which_a_page_was_cut(self) -> None:
-        async def story(bench: Bench) -> None:
+    def test_nothing_is_removed_for_a_cutoff_in_the_millisecond_in_which_a_page_was_cut(self) -> None:
+        async def scenario(harness: Harness) -> None:
             cut = Position(NOW_MS, 5, 5)
-            bench.load([], cut)
-            bench.shard.shrink(NOW_MS)
-            assert bench.shard.horizon == cut, "what is behind it in the same millisecond was not loaded"
+            harness.load([], cut)
+            harness.shard.shrink(NOW_MS)
+            assert harness.shard.horizon == cut, "what is behind it in the same millisecond was not loaded"
 
-        on_a_bench(story, loaded=False)
+        with_harness(scenario, loaded=False)
 
 
 class TestFiring:
     def test_an_attempt_begins_once_and_is_in_flight_until_it_is_settled(self) -> None:
-        async def story(bench: Bench) -> None:
-            shard = bench.shard
-            entry = bench.put(timer())
+        async def scenario(harness: Harness) -> None:
+            shard = harness.shard
+            entry = harness.put(timer())
             assert not shard.begin(entry, NOW_MS, again=False), "it is not queued"
-            bench.queue(entry)
+            harness.queue(entry)
             assert not shard.begin(entry, NOW_MS, again=True), "there is nothing to repeat"
             assert shard.begin(entry, NOW_MS + 5, again=False)
             assert (entry.phase, entry.started_at_ms) == (Phase.SENDING, NOW_MS + 5)
@@ -1475,56 +1489,56 @@ class TestFiring:
             assert shard.settle(entry, delivered(entry))
             assert not shard.is_sending(A)
             assert (entry.phase, entry.started_at_ms) == (Phase.SETTLING, 0)
-            bench.check()
-            assert bench.yard.unsettled == 1
+            harness.check()
+            assert harness.host.counters.unsettled == 1
             assert not shard.is_quiet
-            bench.commit()
+            harness.commit()
             assert phase_of(entry) is Phase.GONE
             assert shard.is_quiet
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     @pytest.mark.parametrize("how", ["deleted", "replaced", "draining", "dropped", "recovering"])
-    def test_it_does_not_begin_once_it_is_no_longer_wanted(self, how: str) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.queue(entry)
-            unwanted(bench, how)
-            assert not bench.shard.begin(entry, NOW_MS, again=False)
-            assert bench.shard.sending == {}
+    def test_an_attempt_does_not_begin_if_it_must_not_be_made_any_more(self, how: str) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.queue(entry)
+            unwanted(harness, how)
+            assert not harness.shard.begin(entry, NOW_MS, again=False)
+            assert harness.shard.sending == {}
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     @pytest.mark.parametrize("how", ["deleted", "replaced", "dropped", "recovering"])
-    def test_nor_is_it_repeated_on_a_fresh_connection(self, how: str) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            assert bench.shard.begin(entry, NOW_MS, again=True)
-            unwanted(bench, how)
-            assert not bench.shard.begin(entry, NOW_MS, again=True)
+    def test_an_attempt_is_not_repeated_on_a_new_connection_if_it_must_not_be_made_any_more(self, how: str) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            assert harness.shard.begin(entry, NOW_MS, again=True)
+            unwanted(harness, how)
+            assert not harness.shard.begin(entry, NOW_MS, again=True)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_a_repeat_goes_on_while_the_shard_drains_and_is_one_delivery(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.shard.draining = True
-            assert bench.shard.begin(entry, NOW_MS, again=True)
-            assert bench.shard.sending == {A: 1}
-            bench.shard.settle(entry, delivered(entry))
-            assert bench.shard.sending == {}
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.shard.start_drain()
+            assert harness.shard.begin(entry, NOW_MS, again=True)
+            assert harness.shard.sending == {A: 1}
+            harness.shard.settle(entry, delivered(entry))
+            assert harness.shard.sending == {}
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_two_generations_of_a_timer_may_be_in_flight_at_once(self) -> None:
-        async def story(bench: Bench) -> None:
-            shard = bench.shard
-            old = bench.put(timer(payload="1"))
-            bench.send(old)
-            new = bench.put(timer(payload="2"))
-            bench.send(new)
+        async def scenario(harness: Harness) -> None:
+            shard = harness.shard
+            old = harness.put(timer(payload="1"))
+            harness.send(old)
+            new = harness.put(timer(payload="2"))
+            harness.send(new)
             assert shard.sending == {A: 2}
             assert not shard.settle(old, delivered(old)), "stale"
             assert shard.sending == {A: 1}
@@ -1533,162 +1547,169 @@ class TestFiring:
             assert shard.settle(new, delivered(new))
             assert shard.sending == {}
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_attempt_that_was_not_made_leaves_the_timer_waiting_again(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.shard.not_sent(entry, begun=True)
-            bench.check()
+    def test_after_an_attempt_that_was_not_made_the_timer_is_armed_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.shard.not_sent(entry, begun=True)
+            harness.check()
             assert (entry.phase, entry.started_at_ms) == (Phase.ARMED, 0)
-            assert bench.shard.sending == {}
-            bench.queue(entry)
-            bench.shard.not_sent(entry, begun=False)
-            bench.check()
+            assert harness.shard.sending == {}
+            harness.queue(entry)
+            harness.shard.not_sent(entry, begun=False)
+            harness.check()
             assert phase_of(entry) is Phase.ARMED
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_another_attempt_of_it_that_was_not_made_does_not_disturb_one_in_flight(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.shard.not_sent(entry, begun=False)
+    def test_an_attempt_that_was_not_made_does_not_affect_another_one_in_flight(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.shard.not_sent(entry, begun=False)
             assert (entry.phase, entry.started_at_ms) == (Phase.SENDING, NOW_MS)
-            assert bench.shard.sending == {A: 1}
+            assert harness.shard.sending == {A: 1}
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_nor_is_a_timer_that_was_deleted_armed_by_it(self) -> None:
-        async def story(bench: Bench) -> None:
-            first, second = bench.put(timer()), bench.put(timer("b"))
-            bench.send(first)
-            bench.queue(second)
-            bench.delete()
-            bench.delete(B)
-            bench.commit()
-            bench.shard.not_sent(first, begun=True)
-            bench.shard.not_sent(second, begun=False)
-            bench.check()
+    def test_an_attempt_that_was_not_made_does_not_arm_a_deleted_timer(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            first, second = harness.put(timer()), harness.put(timer("b"))
+            harness.send(first)
+            harness.queue(second)
+            harness.delete()
+            harness.delete(B)
+            harness.commit()
+            harness.shard.not_sent(first, begun=True)
+            harness.shard.not_sent(second, begun=False)
+            harness.check()
             assert (first.phase, second.phase) == (Phase.GONE, Phase.GONE)
-            assert bench.shard.is_quiet
+            assert harness.shard.is_quiet
 
-        on_a_bench(story)
+        with_harness(scenario)
 
     def test_a_retry_is_a_new_entry_that_waits_for_its_time(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
             rearmed = timer(execute_at_ms=NOW_MS + 1_000, attempts=1)
-            bench.shard.settle(entry, Settlement(rearmed=rearmed))
-            batch = bench.commit()
+            harness.shard.settle(entry, Settlement(rearmed=rearmed))
+            batch = harness.commit()
             assert (list(batch.puts), list(batch.deletes), list(batch.reached)) == ([rearmed], [], [])
-            assert bench.shard.entries[A].timer == rearmed
-            assert phase_of(bench.shard.entries[A]) is Phase.ARMED
-            assert (entry.phase, bench.yard.unsettled) == (Phase.GONE, 0)
+            assert harness.shard.entries[A].timer == rearmed
+            assert phase_of(harness.shard.entries[A]) is Phase.ARMED
+            assert (entry.phase, harness.host.counters.unsettled) == (Phase.GONE, 0)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_end_without_an_attempt_is_recorded_like_any_other(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.queue(entry)
-            bench.shard.end_unfired(entry, Settlement(rearmed=timer(execute_at_ms=NOW_MS + 1_000)))
-            bench.check()
-            assert bench.yard.unsettled == 1
-            assert list(bench.commit().puts) == [timer(execute_at_ms=NOW_MS + 1_000)]
-            assert bench.yard.unsettled == 0
+    def test_an_outcome_without_an_attempt_is_recorded_like_any_other(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.queue(entry)
+            harness.shard.settle_without_attempt(entry, Settlement(rearmed=timer(execute_at_ms=NOW_MS + 1_000)))
+            harness.check()
+            assert harness.host.counters.unsettled == 1
+            assert list(harness.commit().puts) == [timer(execute_at_ms=NOW_MS + 1_000)]
+            assert harness.host.counters.unsettled == 0
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_outcome_that_comes_after_the_shard_was_lost_is_stale(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.shard.drop(NotOwner())
-            assert not bench.shard.settle(entry, delivered(entry))
-            assert bench.shard.is_quiet
-            assert bench.yard.writes_waiting == 0
+    def test_a_result_that_comes_after_the_shard_was_dropped_is_stale(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.shard.drop(NotOwner())
+            assert not harness.shard.settle(entry, delivered(entry))
+            assert harness.shard.is_quiet
+            assert harness.host.counters.writes_waiting == 0
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_shard_that_is_not_ours_records_nothing(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.shard.dropped = True
-            assert not bench.shard.settle(entry, delivered(entry))
-            assert bench.shard.pending == {}
-            assert bench.shard.sending == {}
-            bench.shard.drop(NotOwner())
+    def test_a_dropped_shard_records_nothing(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.shard.state = ShardState.DROPPED
+            assert not harness.shard.settle(entry, delivered(entry))
+            assert harness.shard.pending == {}
+            assert harness.shard.sending == {}
+            harness.shard.drop(NotOwner())
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_an_outcome_that_waits_for_its_commit_keeps_that_phase_when_it_is_written(self) -> None:
-        async def story(bench: Bench) -> None:
-            entry = bench.put(timer())
-            bench.send(entry)
-            bench.shard.settle(entry, delivered(entry))
-            batch = bench.take()
-            bench.write(timer(payload="new"))
+    def test_a_timer_whose_settlement_waits_for_a_commit_stays_in_that_phase_when_it_is_written(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            harness.send(entry)
+            harness.shard.settle(entry, delivered(entry))
+            batch = harness.take()
+            harness.write(timer(payload="new"))
             assert phase_of(entry) is Phase.SETTLING
-            bench.shard.committed(batch, Committed())
-            bench.commit()
-            assert bench.shard.entries[A].timer.payload == "new"
+            harness.shard.committed(batch, Committed())
+            harness.commit()
+            assert harness.shard.entries[A].timer.payload == "new"
 
-        on_a_bench(story)
+        with_harness(scenario)
 
 
-def unwanted(bench: Bench, how: str) -> None:
+def unwanted(harness: Harness, how: str) -> None:
     if how == "deleted":
-        bench.delete()
+        harness.delete()
     elif how == "replaced":
-        bench.write(timer(payload="2"))
+        harness.write(timer(payload="2"))
+    elif how == "recovering":
+        harness.shard.start_recovery()
     else:
-        setattr(bench.shard, how, True)
+        harness.shard.state = ShardState[how.upper()]
 
 
 class TestDropping:
-    def test_everybody_is_told_what_is_known(self) -> None:
-        async def story(bench: Bench) -> None:
-            committing = bench.write(timer())
-            bench.take()
-            pending = bench.write(timer("b"))
-            gone = bench.write(timer("c"))
+    def test_all_callers_are_answered_not_owner_or_unknown(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            committing = harness.write(timer())
+            harness.take()
+            pending = harness.write(timer("b"))
+            gone = harness.write(timer("c"))
             gone.cancel()
-            bench.shard.drop(NotOwner(), OutcomeUnknown())
+            harness.shard.drop(NotOwner(), OutcomeUnknown())
             assert isinstance(error_of(committing), OutcomeUnknown)
             assert isinstance(error_of(pending), NotOwner)
-            assert bench.shard.dropped
-            assert bench.shard.is_quiet
+            assert harness.shard.dropped
+            assert harness.shard.is_quiet
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_a_commit_that_was_refused_is_told_as_such(self) -> None:
-        async def story(bench: Bench) -> None:
-            committing = bench.write(timer())
-            bench.take()
-            bench.shard.drop(NotOwner())
+    def test_the_callers_of_a_refused_commit_are_answered_not_owner(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            committing = harness.write(timer())
+            harness.take()
+            harness.shard.drop(NotOwner())
             assert isinstance(error_of(committing), NotOwner)
 
-        on_a_bench(story)
+        with_harness(scenario)
 
-    def test_nothing_is_left_of_it(self) -> None:
-        async def story(bench: Bench) -> None:
-            entries = [bench.put(timer(name, payload="x" * 5_000)) for name in "abcd"]
+    def test_nothing_of_a_dropped_shard_is_left_in_memory(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entries = [harness.put(timer(name, payload="x" * 5_000)) for name in "abcd"]
             for entry in entries[:2]:
-                bench.send(entry)
-                bench.shard.settle(entry, delivered(entry))
-            bench.take(room=2)
-            bench.write(timer("c", payload="2"))
-            bench.check()
-            bench.shard.drop(NotOwner())
-            bench.check()
-            yard = bench.yard
-            assert (yard.writes_waiting, yard.unsettled, yard.weight, yard.armed) == (0, 0, 0, [])
+                harness.send(entry)
+                harness.shard.settle(entry, delivered(entry))
+            harness.take(room=2)
+            harness.write(timer("c", payload="2"))
+            harness.check()
+            harness.shard.drop(NotOwner())
+            harness.check()
+            host = harness.host
+            assert (host.counters.writes_waiting, host.counters.unsettled, host.counters.weight, host.armed) == (
+                0,
+                0,
+                0,
+                [],
+            )
             assert {entry.phase for entry in entries} == {Phase.GONE}
-            assert bench.shard.entries == {}
-            assert bench.shard.horizon == BEFORE_ALL
+            assert harness.shard.entries == {}
+            assert harness.shard.horizon == BEFORE_ALL
 
-        on_a_bench(story)
+        with_harness(scenario)

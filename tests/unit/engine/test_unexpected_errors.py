@@ -1,4 +1,4 @@
-"""Errors that nobody has foreseen, and rows that cannot be read: they stop nothing else, and are seen."""
+"""Unexpected errors, and rows that cannot be decoded: they stop nothing else, and are logged and counted."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from duetime.testing.virtual import VirtualClock, run_virtual
 LOOPS = ("load", "commit", "heartbeat", "members", "shards", "namespaces", "claim", "purge_reached")
 
 
-def on_faulty(story: Callable[[World, FaultyStore], Awaitable[None]], **settings: object) -> None:
-    async def told(clock: VirtualClock) -> None:
+def on_faulty(scenario: Callable[[World, FaultyStore], Awaitable[None]], **settings: object) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = FaultyStore(MemoryStore(clock))
         world = World(clock, store.as_store, **settings)
         await world.start()
         try:
-            await story(world, store)
+            await scenario(world, store)
         finally:
             store.heal()
             await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 @pytest.mark.parametrize("call", LOOPS)
 def test_no_loop_of_the_engine_ends_by_an_error_that_a_store_call_should_not_raise(call: str) -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await world.create("far", 100_000)
         store.fail(call, *[Fault.BROKEN] * 20)
         await asyncio.sleep(90)
@@ -49,11 +49,11 @@ def test_no_loop_of_the_engine_ends_by_an_error_that_a_store_call_should_not_rai
         assert not world.engine.broken
         assert world.service.readiness() is None
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
-def test_of_a_write_that_ends_like_that_nobody_knows_and_a_read_may_be_repeated() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_after_an_unexpected_error_a_write_is_of_unknown_outcome_and_a_read_may_be_repeated() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         store.fail("put_namespace", Fault.BROKEN)
         with pytest.raises(OutcomeUnknown):
             await guarded(store.as_store).put_namespace(world.engine.namespaces.all_known()[0], 99)
@@ -61,7 +61,7 @@ def test_of_a_write_that_ends_like_that_nobody_knows_and_a_read_may_be_repeated(
         with pytest.raises(StoreUnavailable):
             await guarded(store.as_store).shards()
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 class OneUnreadableShard(MemoryStore):
@@ -73,8 +73,8 @@ class OneUnreadableShard(MemoryStore):
         return await super().load(requests)
 
 
-def test_a_shard_whose_pages_fail_keeps_no_other_of_the_same_call_from_loading() -> None:
-    async def story(world: World) -> None:
+def test_a_shard_whose_pages_fail_does_not_block_the_others_of_the_same_load() -> None:
+    async def scenario(world: World) -> None:
         names = [f"t{number}" for number in range(64)]
         await asyncio.gather(*(world.create(name, 100_000) for name in names))
         await asyncio.sleep(130)
@@ -82,17 +82,17 @@ def test_a_shard_whose_pages_fail_keeps_no_other_of_the_same_call_from_loading()
         assert len(readable) < len(names)
         assert sorted(world.destinations.called()) == sorted(readable)
 
-    in_world(story, new_store=OneUnreadableShard)
+    in_world(scenario, new_store=OneUnreadableShard)
 
 
-def test_an_engine_that_an_internal_error_ends_fires_nothing_and_leaves_its_shards_to_others() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+def test_an_engine_stopped_by_an_internal_error_fires_nothing_and_gives_up_its_shards() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await world.create("a", 20_000)
 
         def wrong() -> None:
             raise ZeroDivisionError("a bug")
 
-        world.engine.horizon.look = wrong  # type: ignore[method-assign]
+        world.engine.look_ahead.find_shards_to_load = wrong  # type: ignore[method-assign]
         await asyncio.sleep(2)
         assert world.engine.broken
         assert world.service.readiness() == "ended by an internal error: the log says which; restart this instance"
@@ -108,7 +108,7 @@ def test_an_engine_that_an_internal_error_ends_fires_nothing_and_leaves_its_shar
         await asyncio.sleep(1)
         assert world.destinations.called() == ["a"]
 
-    on_faulty(story)
+    on_faulty(scenario)
 
 
 # --- rows that cannot be decoded -----------------------------------------------------------------
@@ -116,22 +116,22 @@ def test_an_engine_that_an_internal_error_ends_fires_nothing_and_leaves_its_shar
 SPOILT = TimerKey("default", "spoilt")
 
 
-def with_a_spoilt_row(story: Callable[[World], Awaitable[None]], delay_ms: int = 100_000) -> None:
-    async def told(world: World) -> None:
+def with_a_spoilt_row(scenario: Callable[[World], Awaitable[None]], delay_ms: int = 100_000) -> None:
+    async def run(world: World) -> None:
         assert isinstance(world.store, MemoryStore)
         await world.create("before", delay_ms - 1)
         await world.create("spoilt", delay_ms)
         await world.create("after", delay_ms + 1)
         world.store.spoil_timer(0, SPOILT)
-        await story(world)
+        await scenario(world)
 
-    in_world(told, namespaces__default_num_shards=1)
+    in_world(run, namespaces__default_num_shards=1)
 
 
-def test_a_row_that_cannot_be_decoded_is_set_aside_counted_and_shown_and_stops_no_other(
+def test_a_row_that_cannot_be_decoded_is_counted_and_shown_and_blocks_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         with caplog.at_level(logging.ERROR, "duetime"):
             await asyncio.sleep(130)
         assert world.destinations.called() == ["before", "after"]
@@ -141,11 +141,11 @@ def test_a_row_that_cannot_be_decoded_is_set_aside_counted_and_shown_and_stops_n
         lines = [record.getMessage() for record in caplog.records]
         assert sum("'spoilt'" in line and "cannot be decoded" in line for line in lines) == 1, "once, not every second"
 
-    with_a_spoilt_row(story)
+    with_a_spoilt_row(scenario)
 
 
-def test_a_timer_that_cannot_be_decoded_says_so_and_can_be_created_again() -> None:
-    async def story(world: World) -> None:
+def test_a_read_of_a_timer_that_cannot_be_decoded_says_so_and_it_can_be_created_again() -> None:
+    async def scenario(world: World) -> None:
         await asyncio.sleep(80)
         for ask in (
             lambda: world.get("spoilt"),
@@ -162,27 +162,27 @@ def test_a_timer_that_cannot_be_decoded_says_so_and_can_be_created_again() -> No
         await asyncio.sleep(2)
         assert world.destinations.called() == ["spoilt"]
 
-    with_a_spoilt_row(story)
+    with_a_spoilt_row(scenario)
 
 
 def test_a_timer_that_cannot_be_decoded_can_be_deleted() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         await asyncio.sleep(80)
         assert world.engine.unreadable == 1
         assert await world.service.delete(SPOILT) is Verdict.CANCELLED
         assert world.engine.unreadable == 0
         assert (await world.store.get_many([(0, SPOILT)]))[0].unreadable is None
 
-    with_a_spoilt_row(story)
+    with_a_spoilt_row(scenario)
 
 
-def test_a_row_that_cannot_be_decoded_is_met_again_after_a_restart() -> None:
-    """Another version may be able to read it: the low water must not pass it."""
+def test_a_row_that_cannot_be_decoded_is_found_again_after_a_restart() -> None:
+    """Another version may be able to decode it: the low-water mark must not rise above it."""
 
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         for _ in range(20):
             await asyncio.sleep(20)
-            await world.create("other", 1_000)  # a commit now and then, which carries the low water
+            await world.create("other", 1_000)  # commits that may raise the low-water mark
         assert (await world.get("after")).state is State.DELIVERED
         row = (await world.store.shards())[0]
         spoilt_at_ms = (await world.get("before")).timer.execute_at_ms + 1
@@ -191,11 +191,11 @@ def test_a_row_that_cannot_be_decoded_is_met_again_after_a_restart() -> None:
         await asyncio.sleep(10)
         assert world.engine.unreadable == 1
 
-    with_a_spoilt_row(story)
+    with_a_spoilt_row(scenario)
 
 
 def test_a_delete_of_unknown_outcome_that_left_an_unreadable_row_is_made_again() -> None:
-    async def story(world: World, store: FaultyStore) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
         await world.create("spoilt", 100_000)
         memory = store._store
         assert isinstance(memory, MemoryStore)
@@ -204,14 +204,14 @@ def test_a_delete_of_unknown_outcome_that_left_an_unreadable_row_is_made_again()
         assert await world.service.delete(SPOILT) is Verdict.CANCELLED
         assert (await store.get_many([(0, SPOILT)]))[0].unreadable is None
 
-    on_faulty(story, namespaces__default_num_shards=1)
+    on_faulty(scenario, namespaces__default_num_shards=1)
 
 
 # --- what cannot be served must not take the memory or the loaders from the others ---------------
 
 
 def test_due_timers_of_a_namespace_that_cannot_be_decoded_leave_memory_for_the_others_and_are_counted() -> None:
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = MemoryStore(clock)
         world = World(clock, store, engine__timers_in_memory_max=1_000, namespaces__default_num_shards=4)
         await world.start()
@@ -228,13 +228,13 @@ def test_due_timers_of_a_namespace_that_cannot_be_decoded_leave_memory_for_the_o
         assert (instance_status(world.engine).oldest_due_ms or 0) > 10_000
         await asyncio.sleep(180)
         assert sorted(world.destinations.called()) == sorted(f"good{number}" for number in range(20))
-        assert world.engine.horizon.weight <= 1_000
+        assert world.engine.counters.weight <= 1_000
         await store.put_namespace(Namespace(name="bad", num_shards=4, created_at_ms=0, revision=1), 0)
         await asyncio.sleep(200)
         assert len([name for name in world.destinations.called() if name.startswith("b")]) == 1_500
         await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 class OnePartitionAway(MemoryStore):
@@ -257,7 +257,7 @@ class OnePartitionAway(MemoryStore):
 
 
 def test_a_shard_that_cannot_be_recovered_leaves_memory_for_the_others() -> None:
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = OnePartitionAway(clock)
         world = World(clock, store, engine__timers_in_memory_max=1_000, namespaces__default_num_shards=4)
         await world.start()
@@ -274,7 +274,7 @@ def test_a_shard_that_cannot_be_recovered_leaves_memory_for_the_others() -> None
         assert sorted(world.destinations.called()) == sorted(healthy)
         world.engine.abandon()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 class HangingShards(MemoryStore):
@@ -288,10 +288,10 @@ class HangingShards(MemoryStore):
 
 
 def test_loads_that_hang_do_not_take_the_loaders_from_the_other_shards() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         names = [f"t{number}" for number in range(100)]
         await asyncio.gather(*(world.create(name, 200_000) for name in names))
         await asyncio.sleep(260)
         assert sorted(world.destinations.called()) == sorted(name for name in names if shard_of(name, 32) >= 8)
 
-    in_world(story, new_store=HangingShards, namespaces__default_num_shards=32)
+    in_world(scenario, new_store=HangingShards, namespaces__default_num_shards=32)

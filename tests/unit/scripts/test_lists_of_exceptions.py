@@ -11,7 +11,7 @@ from scripts.mutate import PACKAGE, SURVIVORS, read_judgements
 from scripts.mutations import changes_of
 from scripts.prove import read_unreached
 
-from duetime.testing.reached import MODULES, statements_of
+from duetime.testing.statement_coverage import MODULES, statements_of
 
 
 def test_every_judged_survivor_is_a_mutant_of_the_source_and_has_a_reason() -> None:

@@ -20,6 +20,7 @@ from duetime.domain.timer import (
     Verdict,
     shard_of,
 )
+from duetime.engine.shard import ShardState
 from duetime.errors import (
     Conflict,
     DuetimeError,
@@ -116,7 +117,7 @@ def test_case_27_a_forward_to_an_ex_owner_is_refused_and_sent_once_more_to_the_n
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(b)
         shard_id = shard_of(timer_id, 16)
-        b.engine._unknown(b.engine.shards[shard_id])  # it claims again: another version
+        b.engine.ownership.recover(b.engine.shards[shard_id])  # it claims again: another version
         await asyncio.sleep(0.5)
         stale = a.engine.rows[shard_id]
         a.engine.rows[shard_id] = type(stale)(shard_id, stale.version - 1, 1, stale.owner_id, stale.owner_address)
@@ -226,7 +227,7 @@ def test_an_order_for_a_shard_that_is_being_given_away_is_refused() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         shard = a.engine.shards[shard_of(timer_id, 16)]
-        shard.closing = True
+        shard.close()
         create = order_to(a, timer_id)
         with pytest.raises(NotOwner):
             await a.service.take(create)
@@ -235,7 +236,7 @@ def test_an_order_for_a_shard_that_is_being_given_away_is_refused() -> None:
             await a.service.take(Forward("d", create.shard_id, create.version, delete))
         with pytest.raises(NotOwner):
             await a.service._try_at_owner(create.shard_id, delete)
-        shard.closing = False
+        shard.state = ShardState.OPEN
         with pytest.raises(NotFound):
             await a.service._try_at_owner(create.shard_id, delete)
 
@@ -485,11 +486,11 @@ def test_a_write_about_a_shard_that_is_being_given_away_waits_and_is_not_carried
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         shard = a.engine.shards[shard_of(timer_id, 16)]
-        shard.closing = True
+        shard.close()
         making = asyncio.ensure_future(a.create(timer_id, 60_000))
         await asyncio.sleep(0.3)
         assert not making.done()
-        shard.closing = False
+        shard.state = ShardState.OPEN
         assert isinstance(await making, Created)
 
     of_two(story)

@@ -819,11 +819,11 @@ def test_what_a_store_says_nothing_about_is_the_careful_choice() -> None:
 def test_a_create_for_a_shard_that_closes_waits_for_its_next_owner() -> None:
     async def story(world: World, store: FaultyStore) -> None:
         shard = world.engine.shards[0]
-        shard.draining = shard.closing = True
+        shard.close()
         creating = asyncio.ensure_future(world.create("a", HOUR_MS))
         await asyncio.sleep(0.5)
         assert not creating.done()
-        await world.engine._release([shard])
+        await world.engine.ownership.release([shard])
         assert (await creating).replaced is False
         assert world.engine.shards[0] is not shard
 
@@ -898,7 +898,7 @@ def test_without_a_way_to_the_others_their_status_says_so_and_their_shards_are_n
         await world.engine.balance()
         status = await world.service.cluster_status()
         assert [member.unreachable is None for member in status.members if member.alive] == [False, True]
-        await world.engine._release(list(world.engine.shards.values()))
+        await world.engine.ownership.release(list(world.engine.shards.values()))
         row = (await store.shards())[0]
         await store.claim([Claim(0, row.version, 1, "another", "elsewhere:1", 0)])
         with pytest.raises(DuetimeError) as caught:

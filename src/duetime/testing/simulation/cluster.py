@@ -37,6 +37,7 @@ from duetime.clock import Clock
 from duetime.cluster.forwarding import CommandAnswer, Forward
 from duetime.config import Config
 from duetime.engine.engine import Engine
+from duetime.engine.ownership import Ownership
 from duetime.engine.shard import Shard
 from duetime.errors import StoreError
 from duetime.service.service import Service
@@ -134,7 +135,7 @@ class Run(Struct):
 # --- the cluster ---------------------------------------------------------------------------------
 
 
-class SimEngine(Engine):
+class SimOwnership(Ownership):
     """Reports when a shard was released although deliveries were still in flight at the drain timeout: these may be
     repeated. (Deliveries that were begun during the drain may not.)"""
 
@@ -143,21 +144,21 @@ class SimEngine(Engine):
         self._on_drop_all = on_drop_all
         self._release_began_ms: dict[Shard, int] = {}
 
-    async def _release(self, shards: list[Shard], *args: Any) -> None:
+    async def release(self, shards: list[Shard], *args: Any) -> None:
         for shard in shards:
-            self._release_began_ms.setdefault(shard, self.clock.boot_ms())  # its release may have begun already
-        await super()._release(shards, *args)
+            self._release_began_ms.setdefault(shard, self._clock.boot_ms())  # its release may have begun already
+        await super().release(shards, *args)
 
-    def _drop(self, shard: Shard, *args: Any) -> None:
+    def drop(self, shard: Shard, *args: Any) -> None:
         began_ms = self._release_began_ms.pop(shard, None)
-        waited_ms = 0 if began_ms is None else self.clock.boot_ms() - began_ms
+        waited_ms = 0 if began_ms is None else self._clock.boot_ms() - began_ms
         if not shard.is_quiet and began_ms is not None and waited_ms >= self._config.server.drain_timeout.ms:
-            self._on_drain_timeout(began_ms - self.clock.boot_ms(), 0)
-        super()._drop(shard, *args)
+            self._on_drain_timeout(began_ms - self._clock.boot_ms(), 0)
+        super().drop(shard, *args)
 
-    def _drop_all(self) -> None:
+    def drop_all(self) -> None:
         self._on_drop_all()
-        super()._drop_all()
+        super().drop_all()
 
 
 class Instance:
@@ -173,7 +174,7 @@ class Instance:
         deliverer = SimDeliverer(cluster, name)
         self.sim_store = SimStore(cluster, name)
         store = cast(Store, self.sim_store)
-        self.engine = SimEngine(
+        self.engine = Engine(
             config,
             store,
             deliverer,
@@ -181,8 +182,9 @@ class Instance:
             Telemetry(),
             address=name,
             rng=random.Random(cluster.rng.getrandbits(64)),
+            ownership=SimOwnership,
         )
-        self.engine.report_to(self._drain_timed_out, self._dropped_all)
+        cast(SimOwnership, self.engine.ownership).report_to(self._drain_timed_out, self._dropped_all)
         self.service = Service(config, self.engine, store, deliverer, SimPeers(cluster, self))
 
     def create_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -89,10 +89,11 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
         constants["duetime.engine.engine._PURGE_ROUND_SECONDS"] = rng.choice((1, 3, 10))
         constants["duetime.engine.engine._PURGED_PER_CALL"] = rng.choice((2, 1_000))
     if one_in(4):
-        constants["duetime.engine.fire_loop._FIRED_PER_TURN"] = rng.choice((1, 10))
+        constants["duetime.engine.fire_loop._FIRED_PER_WAKE_UP"] = rng.choice((1, 10))
         constants["duetime.engine.flow._IDLE_DESTINATIONS_MAX"] = 2
         constants["duetime.cluster.membership._FORGET_AFTER_MS"] = 6_000
-        constants["duetime.engine.engine._CLAIMS_PER_CALL"] = 2
+        constants["duetime.engine.ownership._SHARDS_PER_CALL"] = 2
+        constants["duetime.engine.ownership._KEYS_PER_CALL"] = 2
         constants["duetime.engine.group_commit._KEYS_PER_READ"] = 2
     settings = Settings(
         config=config,
