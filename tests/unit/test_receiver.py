@@ -41,9 +41,7 @@ def headers(age_s: int = 0, body: bytes = BODY) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("tolerance", "limit_s"), [(None, 300), (timedelta(seconds=10), 10), (timedelta(hours=1), 3_600)]
 )
-def test_a_callback_is_accepted_within_the_tolerance_only(
-    tolerance: timedelta | None, limit_s: int
-) -> None:
+def test_a_callback_is_accepted_within_the_tolerance_only(tolerance: timedelta | None, limit_s: int) -> None:
     given = {} if tolerance is None else {"tolerance": tolerance}
     for age_s in (limit_s, 0, -limit_s):
         assert verify(BODY, headers(age_s), SECRET, **given).timer_id == "t"
