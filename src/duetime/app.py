@@ -1,4 +1,4 @@
-"""The composition root: the only file that builds everything; its address, signals and drain."""
+"""The composition root: the only module that builds all parts. Also the addresses, signals and drain of the process."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from duetime.telemetry import Telemetry, log, set_up_logging
 
 __all__ = ["READY", "App", "Worker", "bind_listener", "log_warnings", "own_address", "run"]
 
-READY: Final = b"R"  # what a worker says to its parent when it serves
+READY: Final = b"R"  # what a worker sends to its parent process when it serves
 
 
 class App:
-    """One instance: `start` it, use `address`, `stop` it.
+    """One instance: call `start`, use `address`, call `stop`.
 
-    `worker`: it is the n-th of several that share `server.listen`, and has a listener of its own beside it.
+    `worker`: the number of this instance, from 1, if several share `server.listen`. It then also has its own listener.
     """
 
     def __init__(self, config: Config, *, clock: Clock | None = None, worker: int | None = None) -> None:
         check_binding(config)
         self.config = config
         self.telemetry = Telemetry()
-        self.advertised = ""  # where the other instances reach this one
+        self.advertised = ""  # the address at which other instances reach this one
         self._worker = worker
         self._clock = clock or SystemClock()
-        # The address that is shared with other workers: listened on only while this instance can serve.
+        # The address shared with other workers. This instance listens on it only while it can serve.
         self._shared: list[socket.socket] | list[asyncio.Server] = []
         self._store: Store | None = None
         self._deliverer: Deliverer | None = None
@@ -78,12 +78,13 @@ class App:
 
     async def _start(self) -> None:
         config = self.config
-        # The listener first: its port is part of the address the others are told, and a busy one is to be known
-        # before anything else is touched. Until the engine has started it answers 503.
+        # The listener first: its port is part of the address in the member row, and if the port is in use, the start
+        # must fail before anything is changed. Until the engine has started, requests are answered with 503.
         shared = self._shared = self._bind_shared()
         server = self._server = await self._listen()
         self.advertised = own_address(config, server.port, worker=self._worker)
-        store = self._store = open_store(config.store.url)  # from here on `stop` closes it, also half open
+        # From here on `stop` closes it, even if it was not opened completely.
+        store = self._store = open_store(config.store.url)
         await store.migrate()
         await store.open()
         webhook = Webhook(config, self._clock, loopback_allowed=is_loopback(config.server.listen))
@@ -111,23 +112,24 @@ class App:
                 connections_max=config.connections_max,
                 idle_timeout_ms=config.idle_timeout.ms,
             )
-        except OSError as error:  # another process bound it at the same time, and was the first to listen
+        except OSError as error:  # another process bound it at the same time and listened first
             for sock in sockets:
                 sock.close()
             raise _cannot_listen(config.listen, error) from None
 
     async def stop(self) -> None:
-        """Stop intake, let what is in flight land, settle, commit, release, sign off."""
+        """Stops accepting timers, drains, settles and commits, releases the shards and leaves the cluster."""
         if self._engine is not None:
             self._engine.stopping = True
         while self._shared:
-            self._shared.pop().close()  # the other workers go on there
+            self._shared.pop().close()  # the other workers still listen on it
         if self._engine is not None:
             has_others = self._engine.started and len(self._engine.membership.alive) > 1
             await self._engine.stop()
             if has_others:
-                # They learn at their next heartbeat who has our shards now. What they still send here is refused
-                # for certain; if nobody listened, or a connection were cut, its sender could only call it unknown.
+                # The other instances read at their next heartbeat who owns the shards now. Until then this instance
+                # keeps listening and refuses their commands as not applied. Without a listener, or with a closed
+                # connection, the outcome of such a command would be unknown to its sender.
                 await asyncio.sleep(2 * self.config.engine.heartbeat_interval.seconds)
         if self._server is not None:
             await self._server.close(self.config.server.drain_timeout.ms)
@@ -141,7 +143,7 @@ class App:
 
 
 async def _not_ready(request: Request) -> Response:
-    """What is answered before there is an engine to ask."""
+    """Answers requests until the engine has started."""
     if request.path == "/healthz":
         return Response(200, b"alive\n", TEXT)
     later = (("retry-after", str(NotReady.retry_after_seconds)),)
@@ -155,7 +157,7 @@ async def _not_ready(request: Request) -> Response:
 
 
 def bind_listener(listen: str, *, reuse_port: bool = False) -> list[socket.socket]:
-    """The sockets of a "host:port", bound."""
+    """Binds the sockets of a "host:port"."""
     try:
         return bind_sockets(*split_listen(listen), reuse_port=reuse_port)
     except OSError as error:
@@ -163,7 +165,7 @@ def bind_listener(listen: str, *, reuse_port: bool = False) -> list[socket.socke
 
 
 def worker_listen(config: Config, worker: int) -> str:
-    """What the n-th worker alone listens on, n from 1."""
+    """The "host:port" of the own listener of a worker, whose number is from 1."""
     first = config.cluster.worker_ports
     return f"{config.server.listen.rpartition(':')[0]}:{first and first + worker - 1}"
 
@@ -172,13 +174,14 @@ def _cannot_listen(listen: str, error: OSError) -> SetupError:
     return SetupError(f"cannot listen on {listen}: {error.strerror or error}")
 
 
-Way = Callable[[socket.AddressFamily], str]
+AddressSource = Callable[[socket.AddressFamily], str]  # finds an address of this machine; may raise OSError
 
 
-def own_address(config: Config, port: int, *, worker: int | None = None, ways: Sequence[Way] | None = None) -> str:
-    """Where other instances reach the listener at this port: as configured, else as well as can be told.
-
-    `ways` to find this machine's address, where the listener takes all it has; each may raise OSError.
+def own_address(
+    config: Config, port: int, *, worker: int | None = None, sources: Sequence[AddressSource] | None = None
+) -> str:
+    """The address at which other instances reach the listener with this port: cluster.advertise, or the host of
+    server.listen. If the server listens on all addresses, it is the first usable address that `sources` find.
     """
     host, _ = split_listen(config.server.listen)
     if config.cluster.advertise:
@@ -186,30 +189,31 @@ def own_address(config: Config, port: int, *, worker: int | None = None, ways: S
         port = port if first is None else first + (worker or 1) - 1
     elif host in ("0.0.0.0", "::"):
         family = socket.AF_INET if host == "0.0.0.0" else socket.AF_INET6
-        host = _machine_address(family, (_by_route, _by_name) if ways is None else ways)
+        host = _machine_address(family, (_address_by_route, _address_by_host_name) if sources is None else sources)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _machine_address(family: socket.AddressFamily, ways: Sequence[Way]) -> str:
-    for way in ways:
+def _machine_address(family: socket.AddressFamily, sources: Sequence[AddressSource]) -> str:
+    for source in sources:
         try:
-            found = ipaddress.ip_address(way(family))
+            found = ipaddress.ip_address(source(family))
         except (OSError, ValueError):
             continue
         if not (found.is_loopback or found.is_unspecified or found.is_link_local):
             return str(found)
-    log.warning("no address of this machine was found: other machines cannot reach it. Set cluster.advertise")
+    log.warning("found no address at which other machines can reach this instance; set cluster.advertise")
     return "127.0.0.1" if family == socket.AF_INET else "::1"
 
 
-def _by_route(family: socket.AddressFamily) -> str:
-    """The address this machine would send from, to an address kept for documentation. Nothing is sent."""
+def _address_by_route(family: socket.AddressFamily) -> str:
+    """The address from which this machine would send to an address that is reserved for documentation. Nothing is
+    sent."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1" if family == socket.AF_INET else "2001:db8::1", 9))
         return str(probe.getsockname()[0])
 
 
-def _by_name(family: socket.AddressFamily) -> str:
+def _address_by_host_name(family: socket.AddressFamily) -> str:
     return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
 
 
@@ -217,21 +221,23 @@ def _by_name(family: socket.AddressFamily) -> str:
 
 
 class Worker(Struct, frozen=True):
-    """One of several processes of a supervisor: its number, from 1, and its end of the socket pair between the two."""
+    """A process of the supervisor: its number, from 1, and its end of the socket pair to the parent process."""
 
     number: int
-    line: socket.socket
+    channel: socket.socket
 
 
 def run(config: Config, worker: Worker | None = None) -> int:
-    """Serve until told to stop, then drain. Answers the exit code.
+    """Serves until it has to stop, then drains. Returns the exit code.
 
-    Alone: until SIGTERM or SIGINT, a second one ends at once. A worker: until SIGTERM or the end of its line.
+    A process without workers stops at SIGTERM or SIGINT; a second signal ends it at once. A worker stops at SIGTERM or
+    when its channel is closed.
     """
     set_up_logging(config.log.level, config.log.format, worker=None if worker is None else worker.number)
     if worker is None:  # otherwise the parent process has logged them, once for all workers
         log_warnings(config)
-    # The writer thread must not wait 5 ms for the event loop to hand it the interpreter after each statement.
+    # The default is 5 ms: so long the writer thread would wait for the event loop to release the interpreter lock
+    # after each statement.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, worker))
@@ -249,21 +255,21 @@ async def _serve(config: Config, worker: Worker | None) -> int:
     loop = asyncio.get_running_loop()
     if worker is None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _stop_or_die, stop)
+            loop.add_signal_handler(number, _stop_or_exit, stop)
     else:
-        # The parent counts signals: a worker may get the same one from several sides, which is no hurry.
+        # Only the parent counts signals: a worker may get the same one several times, which must not end it at once.
         loop.add_signal_handler(signal.SIGTERM, stop.set)
-        worker.line.setblocking(False)
-        loop.add_reader(worker.line, _hung_up, loop, worker.line, stop)
+        worker.channel.setblocking(False)
+        loop.add_reader(worker.channel, _parent_closed, loop, worker.channel, stop)
     await app.start()
-    # What is here now stays: the collector need not look at it again and again.
+    # These objects live until the end: the garbage collector need not visit them in each run.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
     if worker is not None:
-        with contextlib.suppress(OSError):  # nobody there any more: the end of the line says so too
-            worker.line.send(READY)
-    log.info("serving on http://%s:%d%s", *app.address, _rest(app))
+        with contextlib.suppress(OSError):  # the parent has ended: the closed channel stops this worker too
+            worker.channel.send(READY)
+    log.info("serving on http://%s:%d%s", *app.address, _serving_details(app))
     code = await _until_stop(app, stop)
     await app.stop()
     log.info("stopped")
@@ -280,32 +286,33 @@ async def _until_stop(app: App, stop: asyncio.Event) -> int:
     if app.failed.is_set():
         log.critical("stopping after an internal error")
         return 1
-    log.info("stopping: letting what is in flight land")
+    log.info("stopping: waiting for deliveries in flight")
     return 0
 
 
-def _rest(app: App) -> str:
-    """What else there is to know about where it serves."""
+def _serving_details(app: App) -> str:
+    """The store, and the advertised address if it is a different one, for the log line."""
     assert app._store is not None
-    alone = app._store.capabilities.exclusive or app.advertised == "{}:{}".format(*app.address)
-    elsewhere = "" if alone else f"; the others reach it at {app.advertised}"
-    return f", store {shown_store(app.config)}{elsewhere}"
+    no_other_address = app._store.capabilities.exclusive or app.advertised == "{}:{}".format(*app.address)
+    elsewhere = "" if no_other_address else f"; other instances reach it at {app.advertised}"
+    return f", store {store_name(app.config)}{elsewhere}"
 
 
-def shown_store(config: Config) -> str:
+def store_name(config: Config) -> str:
+    """The URL of the store without user, password and options."""
     return config.store.url.partition("?")[0].rpartition("@")[2]
 
 
-def _stop_or_die(stop: asyncio.Event) -> None:
+def _stop_or_exit(stop: asyncio.Event) -> None:
     if stop.is_set():
-        log.warning("asked twice: ending at once")
+        log.warning("second signal: ending at once")
         raise SystemExit(1)
     stop.set()
 
 
-def _hung_up(loop: asyncio.AbstractEventLoop, line: socket.socket, stop: asyncio.Event) -> None:
-    """The parent says nothing on the line: it has ended, or wants us to."""
-    loop.remove_reader(line)
+def _parent_closed(loop: asyncio.AbstractEventLoop, channel: socket.socket, stop: asyncio.Event) -> None:
+    """The parent closed the channel: it has ended, or this worker has to stop."""
+    loop.remove_reader(channel)
     stop.set()
 
 

@@ -1,15 +1,15 @@
-"""`duetime serve --workers N`: a parent that runs N instances on one address, and starts again what dies.
+"""`duetime serve --workers N`: a parent process that runs N instances on one address and restarts those that end.
 
-Each worker is a full instance with a member row of its own. The kernel spreads the connections of the shared
-address over those that listen on it (SO_REUSEPORT); beside it each has a listener of its own, whose address the
-other instances are told. It listens on the shared one only while it can serve.
+Each worker is a full instance with its own member row. The kernel distributes the connections to the shared address
+over the workers that listen on it (SO_REUSEPORT). A worker listens on it only while it can serve. Each worker also has
+its own listener; that address is in its member row.
 
-The parent is small: one thread, no event loop, no store. It forks, which starts a worker in no time, shares the
-memory of the code, and gives all of them the same code and configuration, also the one that is started again after
-an upgrade of the files. Between the parent and a worker there is a line, a pair of sockets:
+The parent is small: one thread, no event loop, no store. It forks, because that starts a worker quickly, shares the
+memory of the code, and gives all workers the same code and configuration, even a worker that is restarted after the
+files were upgraded. The channel between the parent and a worker is a pair of sockets:
 
-    worker -> parent    READY once it serves; or why it cannot start; then the end, when it has ended
-    parent -> worker    nothing but the end: drain. It comes also if the parent is killed, on any system.
+    worker -> parent    READY when it serves, or the error why it cannot start; closed when the worker has ended
+    parent -> worker    nothing; closed when the worker has to drain, and also if the parent is killed
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from duetime.api.auth import check_binding
-from duetime.app import READY, Worker, bind_listener, log_warnings, run, shown_store, worker_listen
+from duetime.app import READY, Worker, bind_listener, log_warnings, run, store_name, worker_listen
 from duetime.clock import SystemClock
 from duetime.cluster.peer_protocol import Reply, encode, read_reply, reply_of
 from duetime.config import Config
@@ -39,34 +39,34 @@ __all__ = ["Supervisor", "pause_before_start_ms", "run_workers"]
 
 _PAUSE_FIRST_MS: Final = 200
 _PAUSE_MAX_MS: Final = 5_000
-_STEADY_MS: Final = 10_000  # a worker that served for so long has nothing to do with its last death
-_SAME_SIGNAL_MS: Final = 100  # a terminal, `timeout` or a wrapper may send one to the process and to its group
+_RECOVERED_MS: Final = 10_000  # a worker that served for so long has recovered: the next pause is the first one again
+_SAME_SIGNAL_MS: Final = 100  # a terminal, `timeout` or a wrapper may send a signal to the process and to its group
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 Work = Callable[[Worker], int]
 
 
 def run_workers(config: Config) -> int:
-    """Serve with `server.workers` processes until SIGTERM or SIGINT, then drain; a second signal kills them."""
+    """Serves with `server.workers` processes until SIGTERM or SIGINT, then drains. A second signal kills them."""
     count = config.server.workers
     check_binding(config)
     _check_system(count)
     _check_store(config)
-    held = _hold_ports(config)
+    shared_sockets = _bind_ports(config)
     set_up_logging(config.log.level, config.log.format)
     log_warnings(config)
     host = config.server.listen.rpartition(":")[0]
-    listen = f"{host}:{held[0].getsockname()[1]}"
+    listen = f"{host}:{shared_sockets[0].getsockname()[1]}"
     config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, listen=listen))
 
     def work(worker: Worker) -> int:
-        for sock in held:
+        for sock in shared_sockets:
             sock.close()
         return run(config, worker)
 
     def all_ready(pids: Sequence[int]) -> None:
         listed = ", ".join(map(str, pids))
-        log.info("%d workers (pids %s) serve on http://%s, store %s", count, listed, listen, shown_store(config))
+        log.info("%d workers (pids %s) serve on http://%s, store %s", count, listed, listen, store_name(config))
 
     return Supervisor(count, work, all_ready).run()
 
@@ -75,32 +75,32 @@ def _check_system(count: int) -> None:
     if not hasattr(socket, "SO_REUSEPORT") or not hasattr(os, "fork"):
         raise SetupError(
             f"server.workers is {count}, but on this system ({sys.platform}) processes cannot share an address "
-            "(SO_REUSEPORT). Set it to 1, and start several `duetime serve`, each on an address of its own",
+            "(SO_REUSEPORT). Set it to 1, and start several `duetime serve`, each on its own address",
             field="server.workers",
         )
 
 
 def _check_store(config: Config) -> None:
     store = open_store(config.store.url).capabilities
-    if store.exclusive or not store.durable:  # what does not outlive its process is in its process
+    if store.exclusive or not store.durable:  # a store that is not durable is in the memory of one process
         raise SetupError(
-            f"server.workers is {config.server.workers}, but a {store.name} store serves one process alone. "
+            f"server.workers is {config.server.workers}, but only one process can use a {store.name} store. "
             "Use a database (store.url: postgresql, mysql, …), or set server.workers to 1",
             field="server.workers",
         )
 
 
-def _hold_ports(config: Config) -> list[socket.socket]:
-    """The shared address, bound as long as the parent lives, so that no other program gets it while a worker is
-    started again; and proof that all ports are free, before anything is started."""
+def _bind_ports(config: Config) -> list[socket.socket]:
+    """Checks that all ports are free, before a worker is started, and binds the shared address. It stays bound as long
+    as the parent runs, so that no other program gets it while a worker is restarted."""
     workers = range(1, config.server.workers + 1) if config.cluster.worker_ports else ()
     host = config.server.listen.rpartition(":")[0]
-    with ExitStack() as until_all_were_free:
+    with ExitStack() as probes:
         ports = []
         for listen in (config.server.listen, *(worker_listen(config, number) for number in workers)):
-            # Without SO_REUSEPORT: with it, another Duetime's address would count as free.
+            # Without SO_REUSEPORT: with it, the address of another Duetime server would seem free.
             for sock in bind_listener(listen):
-                until_all_were_free.enter_context(sock)
+                probes.enter_context(sock)
                 ports.append(sock.getsockname()[1])
     return bind_listener(f"{host}:{ports[0]}", reuse_port=True)
 
@@ -109,21 +109,22 @@ def _hold_ports(config: Config) -> list[socket.socket]:
 
 
 class _Child:
-    """A worker as the parent sees it: running (`line`), or waiting to be started again (`start_at_ms`)."""
+    """The parent's record of a worker: it runs (`channel`), or waits to be restarted (`start_at_ms`)."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pid = 0
-        self.line: socket.socket | None = None
-        self.said = b""
-        self.was_ready = False  # ever
+        self.channel: socket.socket | None = None
+        self.received = b""
+        self.was_ready = False  # at least once
         self.ready_at_ms: int | None = None
         self.start_at_ms: int | None = None
         self.pause_ms = 0  # before its last start
 
 
 class Supervisor:
-    """Runs `work` in `count` processes until SIGTERM or SIGINT. `all_ready`: told their pids, once, when all serve."""
+    """Runs `work` in `count` processes until SIGTERM or SIGINT. `all_ready` is called once with their pids, when all
+    serve."""
 
     def __init__(self, count: int, work: Work, all_ready: Callable[[Sequence[int]], None]) -> None:
         self._work = work
@@ -132,21 +133,22 @@ class Supervisor:
         self._clock = SystemClock()
         self._selector = selectors.DefaultSelector()
         self._stopping = False
-        self._asked_at_ms = 0
+        self._signal_at_ms = 0
         self._failure: DuetimeError | None = None
         self._code = 0
 
     def run(self) -> int:
-        """The exit code: 0 after a clean drain. Raises the error for which a worker cannot start."""
-        with _signals_noted() as noted:
-            self._noted = noted
-            self._selector.register(noted, selectors.EVENT_READ)
+        """Returns the exit code: 0 after a clean drain. Raises the error because of which a worker cannot start."""
+        with _signals_as_bytes() as signal_socket:
+            self._signal_socket = signal_socket
+            self._selector.register(signal_socket, selectors.EVENT_READ)
             gc.collect()
-            gc.freeze()  # the collector of a worker would write to all of it, and make it its own
+            # Otherwise the garbage collector of a worker would write to this memory, and it would no longer be shared.
+            gc.freeze()
             for child in self._children:
                 self._start(child)
             while self._running or not self._stopping:
-                self._look()
+                self._wait()
         self._selector.close()
         if self._failure is not None:
             raise self._failure
@@ -154,18 +156,18 @@ class Supervisor:
 
     @property
     def _running(self) -> list[_Child]:
-        return [child for child in self._children if child.line is not None]
+        return [child for child in self._children if child.channel is not None]
 
-    def _look(self) -> None:
-        """Wait for the next thing to happen, and see to it."""
+    def _wait(self) -> None:
+        """Waits for a signal, data from a worker, or the time of a restart, and handles it."""
         waiting = [child.start_at_ms for child in self._children if child.start_at_ms is not None]
         timeout_s = max(0, min(waiting) - self._clock.boot_ms()) / 1_000 if waiting else None
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.data, _Child):
-                self._hear(key.data)
+                self._read_channel(key.data)
             else:
-                self._noted.recv(64)
-                self._signalled()
+                self._signal_socket.recv(64)
+                self._on_signal()
         for child in self._children:
             if child.start_at_ms is not None and child.start_at_ms <= self._clock.boot_ms():
                 self._start(child)
@@ -174,163 +176,165 @@ class Supervisor:
 
     def _start(self, child: _Child) -> None:
         child.start_at_ms = child.ready_at_ms = None
-        child.said = b""
+        child.received = b""
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
-        # A signal to the new process, before it has its own way of hearing it, must not be heard by this one.
+        # The new process inherits the signal handling of the parent. Until it has its own, a signal to it must wait, or
+        # the parent would take it for its own.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
             child.pid = os.fork()
             if child.pid == 0:
-                self._be(Worker(child.number, theirs), ours)
+                self._run_worker(Worker(child.number, theirs), ours)
         except OSError as error:
             ours.close()
-            self._start_again(child, f"cannot be started: {error.strerror}")
+            self._restart_later(child, f"cannot be started: {error.strerror}")
             return
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
-        child.line = ours
+        child.channel = ours
         self._selector.register(ours, selectors.EVENT_READ, child)
 
-    def _be(self, worker: Worker, ours: socket.socket) -> NoReturn:
-        """The life of the new process. It never gets back to what the parent was doing."""
+    def _run_worker(self, worker: Worker, ours: socket.socket) -> NoReturn:
+        """Runs in the new process. Never returns to the code of the parent."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            # Ctrl-C goes to all processes of a terminal; it is the parent who decides.
+            # Ctrl-C goes to all processes of a terminal. Only the parent reacts to it.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-            # A copy of the parent's end of a line would keep it open when the parent is gone.
-            for sock in (ours, *(child.line for child in self._children)):
+            # A copy of the parent's end of a channel would keep it open after the parent has ended.
+            for sock in (ours, *(child.channel for child in self._children)):
                 if sock is not None:
                     sock.close()
-            self._noted.close()
+            self._signal_socket.close()
             self._selector.close()
             code = self._work(worker)
         except DuetimeError as error:
-            worker.line.setblocking(True)
-            worker.line.sendall(encode(reply_of(error)))
+            worker.channel.setblocking(True)
+            worker.channel.sendall(encode(reply_of(error)))
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
         except BaseException:
-            log.critical("this worker broke", exc_info=True)
+            log.critical("unexpected error: this worker ends", exc_info=True)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
 
-    # -- what workers say, and their end
+    # -- data from workers, and their end
 
-    def _hear(self, child: _Child) -> None:
-        assert child.line is not None
+    def _read_channel(self, child: _Child) -> None:
+        assert child.channel is not None
         try:
-            said = child.line.recv(65_536)
+            received = child.channel.recv(65_536)
         except ConnectionError:
-            said = b""
-        child.said += said
-        if not said:
-            self._ended(child)
-        elif child.said == READY:
+            received = b""
+        child.received += received
+        if not received:
+            self._worker_ended(child)
+        elif child.received == READY:
             if child.was_ready:
-                log.info("worker %d (pid %d) serves again", child.number, child.pid)
+                log.info("worker %d (pid %d) is serving again", child.number, child.pid)
             was_complete = all(each.was_ready for each in self._children)
             child.was_ready = True
             child.ready_at_ms = self._clock.boot_ms()
             if not was_complete and all(each.was_ready for each in self._children):
                 self._all_ready([each.pid for each in self._children])
 
-    def _ended(self, child: _Child) -> None:
-        assert child.line is not None
-        self._selector.unregister(child.line)
-        child.line.close()
-        child.line = None
+    def _worker_ended(self, child: _Child) -> None:
+        assert child.channel is not None
+        self._selector.unregister(child.channel)
+        child.channel.close()
+        child.channel = None
         _, status = os.waitpid(child.pid, 0)
-        error = _error_in(child.said)
+        error = _decode_error(child.received)
         if self._stopping:
             if status != 0 and self._failure is None:
                 self._code = 1
-                log.warning("worker %d (pid %d) %s", child.number, child.pid, _how(status, error))
+                log.warning("worker %d (pid %d) %s", child.number, child.pid, _end_text(status, error))
         elif error is not None and not child.was_ready:
-            # Nothing that trying again would mend, and nothing that would not befall the others.
+            # A restart would fail again, and so would the other workers.
             self._failure = error
             self._stop()
         else:
-            self._start_again(child, _how(status, error))
+            self._restart_later(child, _end_text(status, error))
 
-    def _start_again(self, child: _Child, why: str) -> None:
+    def _restart_later(self, child: _Child, why: str) -> None:
         now_ms = self._clock.boot_ms()
         served_ms = 0 if child.ready_at_ms is None else now_ms - child.ready_at_ms
         child.pause_ms = pause_before_start_ms(child.pause_ms, served_ms)
         child.start_at_ms = now_ms + child.pause_ms
         pause_s = child.pause_ms / 1_000
-        log.warning("worker %d (pid %d) %s; starting it again in %g s", child.number, child.pid, why, pause_s)
+        log.warning("worker %d (pid %d) %s; restarting it in %g s", child.number, child.pid, why, pause_s)
 
     # -- stopping
 
-    def _signalled(self) -> None:
+    def _on_signal(self) -> None:
         if not self._stopping:
             log.info("stopping the workers")
-            self._asked_at_ms = self._clock.boot_ms()
+            self._signal_at_ms = self._clock.boot_ms()
             self._stop()
-        if self._clock.boot_ms() - self._asked_at_ms < _SAME_SIGNAL_MS:
+        if self._clock.boot_ms() - self._signal_at_ms < _SAME_SIGNAL_MS:
             return
-        log.warning("asked twice: ending at once")
+        log.warning("second signal: killing the workers")
         self._code = 1
         for child in self._running:
-            os.kill(child.pid, signal.SIGKILL)  # not waited for yet, so the pid is still its own
+            os.kill(child.pid, signal.SIGKILL)  # no waitpid() yet, so the pid cannot belong to another process
 
     def _stop(self) -> None:
         self._stopping = True
         for child in self._children:
             child.start_at_ms = None
-            if child.line is not None:
-                with suppress(OSError):  # it has just ended by itself
-                    child.line.shutdown(socket.SHUT_WR)
+            if child.channel is not None:
+                with suppress(OSError):  # the worker has just ended
+                    child.channel.shutdown(socket.SHUT_WR)
 
 
 def pause_before_start_ms(last_pause_ms: int, served_ms: int) -> int:
-    """Before a worker is started again that served for so long: twice the last pause, unless it had recovered."""
-    if served_ms >= _STEADY_MS:
+    """The pause before a worker is restarted that served for `served_ms`: twice the last pause, or the first pause if
+    it had recovered."""
+    if served_ms >= _RECOVERED_MS:
         return _PAUSE_FIRST_MS
     return min(max(last_pause_ms * 2, _PAUSE_FIRST_MS), _PAUSE_MAX_MS)
 
 
 @contextmanager
-def _signals_noted() -> Iterator[socket.socket]:
-    """SIGTERM and SIGINT, as bytes on a socket; afterwards, for the little that is left of the process, ignored."""
-    noted, written = socket.socketpair()
+def _signals_as_bytes() -> Iterator[socket.socket]:
+    """SIGTERM and SIGINT as bytes on a socket. Afterwards they are ignored until the process has ended."""
+    signal_socket, written = socket.socketpair()
     written.setblocking(False)
     for number in _STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(written.fileno())
     try:
-        yield noted
+        yield signal_socket
     finally:
         signal.set_wakeup_fd(-1)
         for number in _STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # one more would only spoil the exit code
-        noted.close()
+            signal.signal(number, signal.SIG_IGN)  # a further signal would only change the exit code
+        signal_socket.close()
         written.close()
 
 
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
-def _error_in(said: bytes) -> DuetimeError | None:
-    """Why a worker could not start, or ended, if it said so."""
+def _decode_error(received: bytes) -> DuetimeError | None:
+    """The error that a worker sent before it ended, if it did."""
     try:
-        read_reply(_decode_reply(said.removeprefix(READY)))
+        read_reply(_decode_reply(received.removeprefix(READY)))
     except DuetimeError as error:
         return error
-    except msgspec.MsgspecError:  # it was cut short
+    except msgspec.MsgspecError:  # it is incomplete
         return None
     return None
 
 
-def _how(status: int, error: DuetimeError | None) -> str:
+def _end_text(status: int, error: DuetimeError | None) -> str:
     if error is not None:
         return f"ended: {error.detail}"
     code = os.waitstatus_to_exitcode(status)

@@ -90,7 +90,7 @@ async def test_sigterm_lets_deliveries_land_before_another_instance_gets_their_t
         leaving = asyncio.create_task(cluster.leave(leaver))
 
         async def only_those_in_flight_are_left() -> bool:
-            return "letting what is in flight land" in leaver.log.read_text()
+            return "waiting for deliveries in flight" in leaver.log.read_text()
 
         await until(only_those_in_flight_are_left, "it says that it waits")
         # What hangs on nobody's answer goes on meanwhile: a timer of the other one's is made and fired.

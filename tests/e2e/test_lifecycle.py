@@ -66,7 +66,7 @@ async def test_sigterm_lets_what_is_in_flight_land_and_a_restart_does_not_fire_i
         await api.ok("timers/create", timerId=f"flying {number}", delay="0s", callbackUrl=receiver.url)
     await receiver.received(5)
     own.signal(signal.SIGTERM)
-    await says(own, "letting what is in flight land")
+    await says(own, "waiting for deliveries in flight")
     # A thing that takes longer than a stop without anything in flight: another server's whole life.
     (own.folder / "other").mkdir()
     other = RealServer(own.folder / "other")
@@ -114,7 +114,7 @@ async def test_sigterm_twice_ends_at_once(own: RealServer, receiver: RealReceive
     await own.call("timers/create", {"timerId": "a", "delay": "0s", "callbackUrl": receiver.url})
     await receiver.received(1)
     own.signal(signal.SIGTERM)
-    await says(own, "letting what is in flight land")
+    await says(own, "waiting for deliveries in flight")
     own.signal(signal.SIGTERM)
     assert await own.wait() == 1
     assert "Traceback" not in own.log.read_text()

@@ -119,8 +119,8 @@ async def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(
     await asyncio.gather(*(workers.create(f"far {n}", FAR) for n in range(50)))
     killed, left = workers.pids
     os.kill(killed, signal.SIGKILL)
-    await workers.says(f"worker 1 (pid {killed}) was killed by SIGKILL; starting it again in 0.2 s")
-    await workers.says(") serves again")
+    await workers.says(f"worker 1 (pid {killed}) was killed by SIGKILL; restarting it in 0.2 s")
+    await workers.says(") is serving again")
     await receiver.received(50)
     await workers.shared_out()
     assert Counter(body["timerId"] for body in receiver.bodies) == {f"soon {n}": 1 for n in range(50)}
@@ -136,14 +136,14 @@ async def test_sigterm_drains_and_every_member_signs_off(workers: Workers, recei
     await receiver.received(20)
     for pid in (*workers.pids, workers.pid):
         os.kill(pid, signal.SIGTERM)
-    await workers.says("letting what is in flight land", 2)
+    await workers.says("waiting for deliveries in flight", 2)
     receiver.may_answer.set()
     assert await workers.wait() == 0
     assert await workers.members_alive() == set()
     assert await workers.shards() == {None: 16}
     assert await workers.query("SELECT count(*) FROM timers WHERE row_type = 2") == [(0,)]
     assert len(receiver.bodies) == 20
-    assert "starting it again" not in workers.log.read_text()
+    assert "restarting it" not in workers.log.read_text()
 
 
 async def test_a_worker_that_is_told_to_stop_leaves_the_shared_address_to_the_other_and_comes_back(
@@ -155,7 +155,7 @@ async def test_a_worker_that_is_told_to_stop_leaves_the_shared_address_to_the_ot
     await receiver.received(20)
     stopped, other = workers.pids
     os.kill(stopped, signal.SIGTERM)
-    await workers.says("worker 1: stopping: letting what is in flight land")
+    await workers.says("worker 1: stopping: waiting for deliveries in flight")
 
     async def only_the_other_answers() -> bool:
         statuses = await asyncio.gather(*(fresh_readyz(workers.port) for _ in range(32)))
@@ -164,8 +164,8 @@ async def test_a_worker_that_is_told_to_stop_leaves_the_shared_address_to_the_ot
     await until(only_the_other_answers, "new connections reach the other worker only")
     os.kill(stopped, 0)  # it is still there, and waits for its deliveries
     receiver.may_answer.set()
-    await workers.says(f"worker 1 (pid {stopped}) ended with exit code 0; starting it again")
-    await workers.says(") serves again")
+    await workers.says(f"worker 1 (pid {stopped}) ended with exit code 0; restarting it")
+    await workers.says(") is serving again")
     await workers.shared_out()
     os.kill(other, 0)
     assert len(receiver.bodies) == 20
@@ -188,7 +188,7 @@ async def test_a_second_signal_ends_at_once(workers: Workers, receiver: RealRece
     await receiver.received(1)
     pids = workers.pids
     workers.signal(signal.SIGTERM)
-    await workers.says("letting what is in flight land", 2)
+    await workers.says("waiting for deliveries in flight", 2)
     while workers.is_running:  # as people do it
         workers.signal(signal.SIGTERM)
         await asyncio.sleep(0.01)

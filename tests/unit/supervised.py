@@ -1,13 +1,13 @@
-"""A program with two workers that do next to nothing: `python supervised.py MANNER FOLDER`. What they do is printed.
+"""A program with two minimal workers: `python supervised.py MANNER FOLDER`. They print what they do.
 
-serve      ready at once; ends when its line does
-together   like serve, but ends only when the other has been told to end too
-deaf       ready at once; never ends by itself
-crash      ends with exit code 3, at once
-break      raises what nobody expects
-refuse     cannot start: worker 2 says why, worker 1 serves
-refuse-all cannot start, both
-late       the first start of each goes well; the next ones cannot start
+serve      ready at once; ends when its channel is closed
+together   like serve, but ends only after the other one has to end too
+deaf       ready at once; ignores the closed channel
+crash      ends at once with exit code 3
+break      raises an unexpected error
+refuse     worker 2 cannot start and sends the error, worker 1 serves
+refuse-all both cannot start
+late       each starts once without an error; after that it cannot start
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def work(worker: Worker) -> int:
     if MANNER == "break":
         raise RuntimeError("a bug")
     if MANNER == "refuse-all" or (MANNER == "refuse" and worker.number == 2) or (MANNER == "late" and started_before):
-        raise SetupError("the moon is in the wrong place", field="store.url")
+        raise SetupError("the database has the wrong version", field="store.url")
     say(f"worker {worker.number} is ready")
     with contextlib.suppress(ConnectionError):  # of a parent who was killed
-        worker.line.send(READY)
+        worker.channel.send(READY)
     while MANNER == "deaf":
         signal.pause()
-    with contextlib.suppress(ConnectionError):  # it had not read all that we said
-        assert worker.line.recv(1) == b""
+    with contextlib.suppress(ConnectionError):  # the parent closed it before it had read everything
+        assert worker.channel.recv(1) == b""
     (FOLDER / f"ending-{worker.number}").touch()
     while MANNER == "together" and not (FOLDER / f"ending-{3 - worker.number}").exists():
         time.sleep(0.005)

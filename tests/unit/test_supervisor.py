@@ -53,34 +53,34 @@ def refusal(**flags: Any) -> str:
         ("[fd00::5]:8463", "[fd00::5]:9000"),
     ],
 )
-def test_a_listener_with_a_host_is_reached_there_at_the_port_it_really_has(listen: str, advertised: str) -> None:
+def test_a_listener_with_a_host_advertises_that_host_and_the_bound_port(listen: str, advertised: str) -> None:
     assert own_address(configured(server__listen=listen), 9000) == advertised
 
 
-def test_a_listener_on_all_addresses_is_reached_at_the_one_this_machine_would_send_from() -> None:
+def test_a_listener_on_all_addresses_advertises_the_address_this_machine_sends_from() -> None:
     config = configured(server__listen="0.0.0.0:8463")
-    assert own_address(config, 9000, ways=[lambda _: "10.0.0.5", lambda _: "10.0.0.6"]) == "10.0.0.5:9000"
+    assert own_address(config, 9000, sources=[lambda _: "10.0.0.5", lambda _: "10.0.0.6"]) == "10.0.0.5:9000"
     in_six = configured(server__listen="[::]:8463")
-    assert own_address(in_six, 9000, ways=[lambda _: "fd00::5"]) == "[fd00::5]:9000"
+    assert own_address(in_six, 9000, sources=[lambda _: "fd00::5"]) == "[fd00::5]:9000"
 
 
-def test_without_a_route_it_is_the_address_of_the_hosts_name() -> None:
+def test_without_a_route_the_address_of_the_host_name_is_advertised() -> None:
     def no_route(_: socket.AddressFamily) -> str:
         raise OSError("Network is unreachable")
 
     config = configured(server__listen="0.0.0.0:8463")
-    assert own_address(config, 9000, ways=[no_route, lambda _: "10.0.0.6"]) == "10.0.0.6:9000"
+    assert own_address(config, 9000, sources=[no_route, lambda _: "10.0.0.6"]) == "10.0.0.6:9000"
 
 
-def test_without_any_address_it_is_loopback_and_the_log_says_what_to_do(
+def test_without_any_address_loopback_is_advertised_with_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways = [lambda _: "127.0.1.1", lambda _: "169.254.3.3", lambda _: "0.0.0.0"]
+    sources = [lambda _: "127.0.1.1", lambda _: "169.254.3.3", lambda _: "0.0.0.0"]
     caplog.set_level("WARNING", "duetime")
     monkeypatch.setattr(log, "propagate", True)
-    assert own_address(configured(server__listen="0.0.0.0:8463"), 9000, ways=ways) == "127.0.0.1:9000"
-    assert own_address(configured(server__listen="[::]:8463"), 9000, ways=[]) == "[::1]:9000"
-    assert caplog.text.count("Set cluster.advertise") == 2
+    assert own_address(configured(server__listen="0.0.0.0:8463"), 9000, sources=sources) == "127.0.0.1:9000"
+    assert own_address(configured(server__listen="[::]:8463"), 9000, sources=[]) == "[::1]:9000"
+    assert caplog.text.count("set cluster.advertise") == 2
 
 
 def test_the_address_found_for_this_machine_is_one_of_its_own() -> None:
@@ -99,7 +99,9 @@ def test_the_address_found_for_this_machine_is_one_of_its_own() -> None:
         ("fd00::5", "[fd00::5]:9000"),
     ],
 )
-def test_what_is_configured_wins_and_a_host_alone_gets_the_port(advertise: str, advertised: str) -> None:
+def test_cluster_advertise_is_used_and_a_host_without_a_port_gets_the_bound_port(
+    advertise: str, advertised: str
+) -> None:
     config = configured(server__listen="0.0.0.0:8463", cluster__advertise=advertise)
     assert own_address(config, 9000) == advertised
 
@@ -123,7 +125,7 @@ def test_the_ports_of_workers_follow_the_one_that_is_advertised() -> None:
         *("0.0.0.0:80", "[::]:80", "::", "[fd00::5:80", "[shop.example]:80", "shop/:80", "fd00::5::1"),
     ],
 )
-def test_an_address_nobody_can_use_is_refused_by_its_name(advertise: str) -> None:
+def test_an_unusable_advertise_address_is_refused(advertise: str) -> None:
     assert "cluster.advertise must be an address others can reach" in refusal(cluster__advertise=advertise)
     with pytest.raises(ValueError):
         split_advertise(advertise)
@@ -144,17 +146,19 @@ def test_an_address_nobody_can_use_is_refused_by_its_name(advertise: str) -> Non
         ),
     ],
 )
-def test_settings_of_the_cluster_that_cannot_work_are_named(flags: dict[str, Any], says: str) -> None:
+def test_invalid_cluster_settings_are_refused_by_name(flags: dict[str, Any], says: str) -> None:
     assert says in refusal(**flags)
 
 
-def test_ports_of_workers_mean_nothing_to_an_instance_that_has_none() -> None:
+def test_worker_ports_are_ignored_without_workers() -> None:
     assert configured(cluster__worker_ports=65_535, cluster__advertise="a:80").server.workers == 1
 
 
 @pytest.mark.parametrize(("url", "name"), [("sqlite:///timers.db", "sqlite"), ("memory://", "memory")])
 def test_several_workers_on_a_store_for_one_process_are_refused(url: str, name: str) -> None:
-    with pytest.raises(SetupError, match=f"server.workers is 2, but a {name} store .* Use a database"):
+    with pytest.raises(
+        SetupError, match=f"server.workers is 2, but only one process can use a {name} store.* Use a database"
+    ):
         run_workers(configured(server__workers=2, store__url=url, server__listen="127.0.0.1:0"))
 
 
@@ -171,7 +175,7 @@ def never_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("never_forks")
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_busy_address_is_said_before_any_worker_is_started(shares: bool) -> None:
+def test_an_address_in_use_is_reported_before_a_worker_is_started(shares: bool) -> None:
     """Also if its holder would share it: another Duetime with workers does."""
     (taken,) = bind_sockets("127.0.0.1", 0, reuse_port=shares)
     with taken:
@@ -182,7 +186,7 @@ def test_a_busy_address_is_said_before_any_worker_is_started(shares: bool) -> No
 
 
 @pytest.mark.usefixtures("never_forks")
-def test_a_busy_port_of_a_worker_is_said_before_any_worker_is_started() -> None:
+def test_a_worker_port_in_use_is_reported_before_a_worker_is_started() -> None:
     (taken,) = bind_sockets("127.0.0.1", 0)
     with taken:
         taken.listen()
@@ -260,7 +264,7 @@ async def test_the_member_row_has_the_port_that_was_bound() -> None:
         await app.stop()
 
 
-async def test_a_busy_port_is_said_before_the_store_is_touched(tmp_path: Path) -> None:
+async def test_a_port_in_use_is_reported_before_the_store_is_opened(tmp_path: Path) -> None:
     (taken,) = bind_sockets("127.0.0.1", 0)
     with taken:
         taken.listen()
@@ -295,11 +299,11 @@ class Supervised:
         self.said = ""
 
     def says(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """Waits until it has said so, so many times in all."""
+        """Waits until the output contains the pattern `count` times."""
         assert self.process.stdout is not None
         while len(found := list(re.finditer(pattern, self.said))) < count:
             line = self.process.stdout.readline()
-            assert line, f"it ended and never said {pattern!r}, but:\n{self.said}"
+            assert line, f"it ended without the output {pattern!r}:\n{self.said}"
             self.said += line
         return found
 
@@ -356,7 +360,7 @@ def test_one_signal_drains_all_workers_at_the_same_time(start: Any, number: sign
     assert program.said.count("all ready") == 1
 
 
-def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_counts_once(start: Any) -> None:
+def test_ctrl_c_in_a_terminal_reaches_all_processes_and_counts_as_one_signal(start: Any) -> None:
     program = start("together")
     program.says("all ready")
     os.killpg(program.process.pid, signal.SIGINT)
@@ -364,7 +368,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_counts_once(start: Any
     assert program.said.count("drained") == 2
 
 
-def test_a_second_signal_kills_them(start: Any) -> None:
+def test_a_second_signal_kills_the_workers(start: Any) -> None:
     program = start("deaf")
     program.says("all ready")
     program.signal(signal.SIGTERM)
@@ -373,10 +377,10 @@ def test_a_second_signal_kills_them(start: Any) -> None:
         program.signal(signal.SIGINT)
         time.sleep(0.01)
     assert program.end() == 1
-    assert "asked twice: ending at once" in program.said
+    assert "second signal: killing the workers" in program.said
 
 
-def test_one_signal_that_comes_from_two_sides_at_once_counts_once(start: Any) -> None:
+def test_the_same_signal_sent_twice_at_once_counts_as_one(start: Any) -> None:
     program = start("together")
     program.says("all ready")
     program.signal(signal.SIGTERM)
@@ -385,27 +389,27 @@ def test_one_signal_that_comes_from_two_sides_at_once_counts_once(start: Any) ->
     assert program.said.count("drained") == 2
 
 
-def test_a_worker_that_is_killed_is_started_again_and_the_other_left_alone(start: Any) -> None:
+def test_a_killed_worker_is_restarted_and_the_other_is_not(start: Any) -> None:
     program = start("serve")
     program.says("all ready")
     pids = program.pids()
     os.kill(pids[2], signal.SIGKILL)
-    program.says(rf"worker 2 \(pid {pids[2]}\) was killed by SIGKILL; starting it again in 0.2 s")
+    program.says(rf"worker 2 \(pid {pids[2]}\) was killed by SIGKILL; restarting it in 0.2 s")
     program.says("worker 2 is ready", 2)
     program.signal(signal.SIGTERM)
     assert program.end() == 0
     assert [program.said.count(f"worker {number} is ready") for number in (1, 2)] == [1, 2]
 
 
-def test_a_worker_that_ends_again_and_again_is_started_less_and_less_often(start: Any) -> None:
+def test_the_pause_before_a_restart_grows_if_a_worker_ends_repeatedly(start: Any) -> None:
     program = start("crash")
     for pause in ("0.2", "0.4", "0.8"):
-        program.says(rf"worker 1 \(pid \d+\) ended with exit code 3; starting it again in {pause} s")
+        program.says(rf"worker 1 \(pid \d+\) ended with exit code 3; restarting it in {pause} s")
     program.signal(signal.SIGTERM)
     program.end()
 
 
-def test_pauses_grow_up_to_a_bound_and_begin_anew_after_good_times() -> None:
+def test_pauses_grow_up_to_a_limit_and_are_reset_after_a_recovery() -> None:
     pauses, pause_ms = [], 0
     for _ in range(7):
         pause_ms = pause_before_start_ms(pause_ms, served_ms=9_999)
@@ -414,28 +418,28 @@ def test_pauses_grow_up_to_a_bound_and_begin_anew_after_good_times() -> None:
     assert pause_before_start_ms(5_000, served_ms=10_000) == 200
 
 
-def test_a_worker_that_breaks_says_where_and_is_started_again(start: Any) -> None:
+def test_a_worker_with_an_unexpected_error_logs_it_and_is_restarted(start: Any) -> None:
     program = start("break")
     program.says("RuntimeError: a bug")
-    program.says("ended with exit code 1; starting it again in 0.4 s")
+    program.says("ended with exit code 1; restarting it in 0.4 s")
     program.signal(signal.SIGTERM)
     program.end()
 
 
 @pytest.mark.parametrize("manner", ["refuse", "refuse-all"])
-def test_a_worker_that_cannot_start_ends_everything_and_its_reason_is_said_once(start: Any, manner: str) -> None:
+def test_a_worker_that_cannot_start_ends_all_and_its_error_is_reported_once(start: Any, manner: str) -> None:
     program = start(manner)
     assert program.end() == 2
-    assert program.said.count("the moon is in the wrong place") == 1
-    assert "refused: the moon is in the wrong place (store.url)" in program.said
+    assert program.said.count("the database has the wrong version") == 1
+    assert "refused: the database has the wrong version (store.url)" in program.said
     assert program.said.count("drained") == (1 if manner == "refuse" else 0)
 
 
-def test_a_worker_that_could_start_once_is_started_again_whatever_it_says(start: Any) -> None:
+def test_a_worker_that_has_served_before_is_restarted_after_any_error(start: Any) -> None:
     program = start("late")
     program.says("all ready")
     os.kill(program.pids()[1], signal.SIGKILL)
-    program.says(r"worker 1 \(pid \d+\) ended: the moon is in the wrong place; starting it again in 0.4 s")
+    program.says(r"worker 1 \(pid \d+\) ended: the database has the wrong version; restarting it in 0.4 s")
     program.signal(signal.SIGTERM)
     program.end()
     assert program.said.count("drained") == 1
@@ -449,8 +453,8 @@ def test_workers_drain_and_end_when_their_parent_is_killed(start: Any) -> None:
     assert program.said.count("drained") == 2
 
 
-def test_workers_drain_also_if_one_was_started_again_before_the_parent_was_killed(start: Any) -> None:
-    """The later one must not hold the line of the earlier one open."""
+def test_workers_drain_if_the_parent_is_killed_after_a_restart(start: Any) -> None:
+    """The restarted worker must not keep the channel of the other worker open."""
     program = start("together")
     program.says("all ready")
     os.kill(program.pids()[1], signal.SIGKILL)
@@ -478,7 +482,7 @@ async def test_an_internal_error_in_the_engine_ends_the_process_with_an_error() 
     await app.stop()
 
 
-async def test_a_process_that_is_told_to_stop_ends_without_an_error() -> None:
+async def test_a_stopped_process_ends_without_an_error() -> None:
     app = App(configured(server__listen="127.0.0.1:0", store__url="memory://"))
     await app.start()
     stop = asyncio.Event()

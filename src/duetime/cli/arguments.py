@@ -29,10 +29,10 @@ EXIT_CODES = """\
 exit codes:
   0  done
   1  the operation failed: a watched timer failed, doctor or cluster status found something wrong
-  2  wrong usage or configuration; no request was sent
+  2  wrong usage or configuration; no server was asked
   3  no such timer or namespace
-  4  refused: invalid, conflict, too large, or not allowed; nothing was changed
-  5  no Duetime server at that URL, or it cannot serve now; nothing was changed, try again
+  4  refused: invalid, in conflict, too large, or not allowed; nothing was changed
+  5  no Duetime at that URL, or it cannot serve now; nothing was changed, try again
   6  outcome unknown: the write may or may not have happened
   130  interrupted
 """
@@ -194,7 +194,7 @@ def _server_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--url", help="URL of the server (default: DUETIME_URL, or http://127.0.0.1:8463)")
     group.add_argument(
-        "--token", help="access token (default: DUETIME_TOKEN, which other users of the machine cannot see)"
+        "--token", help="access token (default: DUETIME_TOKEN, which is safer: other users can see arguments)"
     )
     group.add_argument(
         "--timeout", type=_seconds, default=15.0, metavar="SECONDS", help="stop after this many seconds (default 15)"
@@ -221,8 +221,8 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
         "--store",
         type=_store_url,
         metavar="URL",
-        help="database of the timers: sqlite:///relative.db, sqlite:////absolute.db, memory:// (lost at the end), or "
-        "postgresql://user:password@host/database; also mysql, mariadb, tidb, mongodb, cassandra, dynamodb, oracle and "
+        help="database of the timers: sqlite:///relative.db, sqlite:////absolute.db, memory:// (timers are lost when it "
+        "stops), or postgresql://user:password@host/database; also mysql, mariadb, tidb, mongodb, cassandra, dynamodb, oracle and "
         "sqlserver (default sqlite:///duetime.db)",
     )
     parser.add_argument(
@@ -251,7 +251,7 @@ def _serving_commands(commands: _Commands) -> None:
         commands,
         "demo",
         "demo:demo",
-        "watch timers fire on a temporary server",
+        "start a temporary server and watch three timers fire",
         "duetime demo",
         "duetime demo --exit --port 0",
     )
@@ -341,6 +341,7 @@ def _timer_commands(timer: _Commands) -> None:
         "change some fields of a timer",
         "duetime timer update order-17 --in 1h",
         "duetime timer update order-17 --payload - < body.json",
+        more="Fields whose options are left out do not change.",
     )
     _timer_options(update)
     _timer(timer, "delete", "cancel a timer", "duetime timer delete order-17", verb="delete")
@@ -349,8 +350,8 @@ def _timer_commands(timer: _Commands) -> None:
         "watch",
         "print each change of a timer until it is over",
         "duetime timer watch order-17",
-        more="The exit code is 0 if it was delivered, otherwise 1. If the server stops answering, it waits\n"
-        "up to 60 seconds.",
+        more="The exit code is 0 if it was delivered, otherwise 1. If the server stops answering, the\n"
+        "command waits up to 60 seconds for it.",
     )
     _timer(timer, "fire-now", "make a scheduled timer due now", "duetime timer fire-now order-17")
     _timer(timer, "replay", "fire again a timer that is over", "duetime timer replay order-17")
@@ -397,7 +398,7 @@ def _timer_options(parser: argparse.ArgumentParser, *, when_required: bool = Fal
     late.add_argument(
         "--skip-if-late-by",
         metavar="DURATION",
-        help="skip the callback if it would be later than this (default: never)",
+        help="skip the callback if it would be later than this: 10m (default: never)",
     )
     late.add_argument(
         "--fail-if-late-by", metavar="DURATION", help="the same, but the timer is failed, not skipped (default: never)"
@@ -468,6 +469,7 @@ def _namespace_commands(commands: _Commands) -> None:
             "update",
             "change the defaults of a namespace",
             "duetime namespace update orders --callback-timeout 30",
+            more="Options that are left out do not change. The defaults shown are those of a new namespace.",
         ),
         "replaces all secrets with which callbacks are signed; repeatable (`rotate-secret` keeps the newest)",
     )
@@ -496,7 +498,7 @@ def _namespace(commands: _Commands, name: str, help: str, *examples: str, more: 
 def _namespace_options(parser: argparse.ArgumentParser, secret_help: str) -> None:
     parser.add_argument("--to", metavar="URL", help="URL to call for timers that name none (default: none)")
     parser.add_argument(
-        "--callback-timeout", type=int, metavar="SECONDS", help="time limit of one attempt (default 10)"
+        "--callback-timeout", type=int, metavar="SECONDS", help="time limit of one attempt, in seconds (default 10)"
     )
     parser.add_argument(
         "--require-ok",
@@ -541,7 +543,7 @@ def _operating_commands(commands: _Commands) -> None:
         token,
         "new",
         "tokens:new_token",
-        "make an access token and the configuration that accepts it",
+        "make an access token, and print it with the configuration that a server needs to accept it",
         "duetime token new --name shop --namespace orders --verb read --verb write",
     )
     new.add_argument("--name", required=True, help="name of the token, which the server logs")
@@ -553,7 +555,7 @@ def _operating_commands(commands: _Commands) -> None:
         action="append",
         default=[],
         choices=["read", "write", "admin"],
-        help="allow this only; repeatable (default: all)",
+        help="allow only this kind of request; repeatable (default: all)",
     )
     new.add_argument("--json", action="store_true", help="print JSON (default: text)")
     config = _group(commands, "config", "show the configuration", "duetime config show")
