@@ -1,8 +1,9 @@
-"""Cassandra, by hand: a fenced write and a claim in every order that two real sessions can have.
+"""Cassandra: a fenced write and a claim in every order that two real sessions can have.
 
-A write looks at what it replaces and then says its batch, which is waiting until a test lets it go. Inside the server
-there is no order to choose: Paxos lets one batch of a partition happen after the other, and they are raced. A fence
-that is no condition, and a batch that forgets Cassandra's rules, are caught.
+A write first reads what it replaces and then sends its batch, which waits until the test lets it go. Inside the server
+a test cannot choose the order: Paxos applies the batches of a partition one after the other, so they are run at the
+same time, repeatedly. Other tests show that a fence without a condition is noticed, and that batches follow Cassandra's
+rules of timestamps and tombstones.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ WRITES: dict[str, Write] = {
 
 
 class Over(Client):
-    """A line over another one."""
+    """A client on the connection of another one."""
 
     def __init__(self, client: Client) -> None:
         super().__init__(client._address, client._connection, client._deadline_seconds)

@@ -48,7 +48,7 @@ WRITE_CONFLICT, NO_SUCH_TRANSACTION = 112, 251
 
 
 class Scene:
-    """The old owner's session, in which a transaction goes step by step; a session of the new one; and two stores."""
+    """A session of the old owner, in which a transaction runs step by step, one of the new owner, and both stores."""
 
     def __init__(self, old: MongoStore, new: MongoStore) -> None:
         self.store, self.new_store = old, new
@@ -56,7 +56,7 @@ class Scene:
         self.b: Session = new._open.commits._sessions[0]
 
     async def contents(self) -> tuple[object, ...]:
-        """But for the shards, which a claim changes."""
+        """All contents except the shards, which a claim changes."""
         return await all_timers(self.store), await all_reached(self.store), (await self.row()).low_water
 
     async def row(self) -> Any:

@@ -91,8 +91,8 @@ async def check(address: Address) -> None:
             raise SchemaMismatch(f"{address.label} {what}; `duetime serve` creates them")
         await _check_consistency(address, connection)
         await _check_rights(address, connection)
-        for warning in _warnings(await connection.settings()):
-            log.warning("%s: %s", address.label, warning)
+        for danger in _dangers(await connection.settings()):
+            log.warning("%s: %s", address.label, danger)
 
 
 async def wipe(address: Address) -> None:
@@ -242,7 +242,7 @@ async def _check_rights(address: Address, connection: Connection) -> None:
 # --- diagnose ------------------------------------------------------------------------------------
 
 
-def _warnings(settings: dict[str, dict[str, str]]) -> list[str]:
+def _dangers(settings: dict[str, dict[str, str]]) -> list[str]:
     """Warnings about the settings of each node."""
     periodic = [node for node, values in settings.items() if values.get("commitlog_sync") == "periodic"]
     if not periodic:
@@ -267,7 +267,7 @@ async def diagnose(address: Address) -> list[str]:
         sentences += _settings_text(settings)
         found = await _recognise(address, connection)
         sentences.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
-        return sentences + [f"danger: {text}" for text in _warnings(settings)]
+        return sentences + [f"danger: {text}" for text in _dangers(settings)]
 
 
 def _copies(replication: dict[str, Any]) -> str:

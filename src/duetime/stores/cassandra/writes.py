@@ -168,8 +168,8 @@ class Writer:
 
     def _fence(self, fence: Fence, lower_bounds: LowerBounds, batch: Batch | None = None) -> Statement:
         low_water = (UNSET,) * 3 if batch is None or batch.low_water is None else batch.low_water
-        held = (fence.shard_id, fence.version, fence.nonce)
-        return self._statements.fence, (fence.nonce, *low_water, *without_nulls(lower_bounds), *held)
+        condition = (fence.shard_id, fence.version, fence.nonce)
+        return self._statements.fence, (fence.nonce, *low_water, *without_nulls(lower_bounds), *condition)
 
     async def _lower_bounds(self, batch: Batch, before: _StateBefore) -> LowerBounds:
         """The bounds that change: lower if a row is added before them, higher if no row is left after them."""

@@ -107,20 +107,20 @@ def _bound(position: Position) -> Position:
 
 
 async def get_many(run: Run, tables: Tables, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
-    asked = list(dict.fromkeys(keys))
-    found = await asyncio.gather(*(_get(run, tables, shard_id, key) for shard_id, key in asked))
-    by_key = dict(zip(asked, found, strict=True))
+    distinct = list(dict.fromkeys(keys))
+    found = await asyncio.gather(*(_get(run, tables, shard_id, key) for shard_id, key in distinct))
+    by_key = dict(zip(distinct, found, strict=True))
     return [by_key[key] for key in keys]
 
 
 async def _get(run: Run, tables: Tables, shard_id: int, key: TimerKey) -> Found:
-    async def ask(_: object, ends_max: int) -> Ends[TimerKey]:
+    async def read(_: object, ends_max: int) -> Ends[TimerKey]:
         found = await _stored(run, tables, shard_id, key, ends_max)
         timer = found.pop(0) if found and items.is_timer(found[0]) else None
         ends = found[:ends_max]
         return {} if timer is None else {key: timer}, {key: ends} if ends else {}
 
-    return (await found_by_key([key], ask, items.READING))[key]
+    return (await found_by_key([key], read, items.READING))[key]
 
 
 async def _stored(run: Run, tables: Tables, shard_id: int, key: TimerKey, ends_max: int) -> list[Item]:

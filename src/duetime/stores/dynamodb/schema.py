@@ -101,7 +101,7 @@ async def check(address: Address) -> None:
             what = f"has schema {found}, this version needs {SCHEMA_VERSION}" if found else "has no tables yet"
             raise SchemaMismatch(f"{address.label} {what}; `duetime serve` creates them")
         await _check_permissions(address, pool)
-        for danger in _warnings(address, [d for d in described.values() if d]):
+        for danger in _dangers(address, [d for d in described.values() if d]):
             log.warning("%s: %s", address.label, danger)
 
 
@@ -217,7 +217,7 @@ async def _check_permissions(address: Address, pool: ConnectionPool) -> None:
         await pool.call_once("query", **timers, **index, **condition, ConsistentRead=True, Limit=1)
 
 
-def _warnings(address: Address, described: Iterable[Mapping[str, Any]]) -> list[str]:
+def _dangers(address: Address, described: Iterable[Mapping[str, Any]]) -> list[str]:
     sentences = []
     if address.endpoint is not None and not (urlsplit(address.endpoint).hostname or "").endswith(_AMAZON):
         sentences.append(f"{address.endpoint} is not Amazon's: an emulator may lose acknowledged timers")
@@ -273,7 +273,7 @@ async def diagnose(address: Address) -> list[str]:
         existing = [description for description in described.values() if description is not None]
         found = await _version(address, pool) if described[address.cluster] is not None else 0
         sentences.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
-        return sentences + [f"danger: {danger}" for danger in _warnings(address, existing)]
+        return sentences + [f"danger: {danger}" for danger in _dangers(address, existing)]
 
 
 def _table_sentence(table: str, description: Mapping[str, Any] | None) -> str:

@@ -69,8 +69,8 @@ async def check(address: Address) -> None:
         if found < SCHEMA_VERSION:
             what = f"has schema {found}, this version needs {SCHEMA_VERSION}" if found else "has no collections yet"
             raise SchemaMismatch(f"{address.label} {what}; `duetime serve` creates them")
-        for warning in await _warnings(db):
-            log.warning("%s: %s", address.label, warning)
+        for danger in await _dangers(db):
+            log.warning("%s: %s", address.label, danger)
 
 
 async def wipe(address: Address) -> None:
@@ -166,7 +166,7 @@ async def _recognise(address: Address, db: Database) -> int:
     return version
 
 
-async def _warnings(db: Database) -> list[str]:
+async def _dangers(db: Database) -> list[str]:
     engine = await _status_field(db, "serverStatus", "storageEngine")
     if engine is not None and not engine.get("persistent", True):
         return [f"the storage engine {engine['name']} keeps everything in memory: a restart loses all timers"]
@@ -199,7 +199,7 @@ async def diagnose(address: Address) -> list[str]:
             free, used = connections["available"], connections["current"]
             sentences.append(f"{free} of {free + used} of its connections are free")
         sentences.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
-        return sentences + [f"danger: {text}" for text in await _warnings(db)]
+        return sentences + [f"danger: {text}" for text in await _dangers(db)]
 
 
 def _kind(hello: Document) -> str:

@@ -242,7 +242,7 @@ async def _release(session: Session, fences: Sequence[Fence]) -> set[int]:
 
 
 def fence_update(fence: Fence, low_water: Position | None = None) -> Document:
-    holds = {
+    condition = {
         "_id": shard_key(fence.shard_id),
         "shard_version": fence.version,
         "shard_nonce": fence.nonce,
@@ -251,7 +251,7 @@ def fence_update(fence: Fence, low_water: Position | None = None) -> Document:
     change: Document = {"$inc": {"shard_commits": 1}}
     if low_water is not None:
         change["$set"] = {"shard_low_water": low_water_document(low_water)}
-    return {"q": holds, "u": change}
+    return {"q": condition, "u": change}
 
 
 async def check_fences(

@@ -194,7 +194,7 @@ class _Open:
         self._all = [self.commits, self.changes, self.reads, self.lists, self.heartbeats, self.membership_reads]
 
     async def close(self) -> None:
-        await asyncio.gather(*(line.close() for line in self._all))
+        await asyncio.gather(*(pool.close() for pool in self._all))
         for client in (self._client, self._membership):
             await connection.close(client)
 

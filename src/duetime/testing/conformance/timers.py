@@ -344,7 +344,7 @@ class ReachedRows(Harness):
         fences = [fence, await take(store, 1), await take(store, 2)]
         ends = [make_reached(make_timer(f"n-{number}"), purge_at_ms=number) for number in range(6)]
         await store.commit(
-            [Batch(held, reached=ends[number * 2 : number * 2 + 2]) for number, held in enumerate(fences)]
+            [Batch(owned, reached=ends[number * 2 : number * 2 + 2]) for number, owned in enumerate(fences)]
         )
         lost = replace(fences[1], nonce=7)
         results = await store.purge_reached([fences[2], lost, fence], 5, 10)
@@ -357,7 +357,7 @@ class Loads(Harness):
     async def test_many_page_requests_are_answered_in_their_order(self, store: Store, fence: Fence) -> None:
         fences = [fence, await take(store, 1), await take(store, 2)]
         timers = [[make_timer(f"{s}-{n}", 10 + n) for n in range(4)] for s in range(3)]
-        await store.commit([Batch(held, timers[s]) for s, held in enumerate(fences)])
+        await store.commit([Batch(owned, timers[s]) for s, owned in enumerate(fences)])
         pages = await load(
             store,
             [

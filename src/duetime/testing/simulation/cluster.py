@@ -457,7 +457,8 @@ class SimulatedCluster:
         """Check all instances every tenth of a second.
 
         An instance whose lease has ended may cause repetitions. A broken instance must give up its lease, so that
-        others serve its timers; some time later it is restarted."""
+        others serve its timers; some time later it is restarted.
+        """
         while True:
             await asyncio.sleep(0.1)
             for instance in list(self._running.values()):
