@@ -75,7 +75,7 @@ class PostgresWrites(FencedWrites):
         await store.migrate()
         await store.open()
         sessions = [await asyncpg.connect(kind.url) for _ in range(3)]
-        await sessions[2].execute("TRUNCATE shards, timers")
+        await sessions[2].execute("DELETE FROM timers; DELETE FROM shards")  # faster than TRUNCATE of 33 tables
         await store.ensure_shards(4)
         yield PostgresScene(store, *sessions)
         for session in sessions:

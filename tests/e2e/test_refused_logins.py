@@ -15,6 +15,7 @@ import mssql_python
 import oracledb
 import pytest
 from open_sockets import breaks_off, cancelled_at, none_left
+from real_server import until
 from scripts.servers import Cassandra, MongoDb, MySqlLike, Postgres, Server
 from tds_server import TdsServer, done, error
 
@@ -400,7 +401,14 @@ async def test_a_strict_login_to_sql_server_that_stalls_is_counted_until_its_ser
                 await sqlserver_connection.connect(address, WITHIN_SECONDS, abandoned=abandoned)
             with pytest.raises(StoreUnavailable, match="1 threads still wait"):
                 await sqlserver_connection.connect(address, WITHIN_SECONDS, abandoned=abandoned)
-    abandoned.check()
+
+    async def is_forgotten() -> bool:
+        with contextlib.suppress(StoreUnavailable):
+            abandoned.check()
+            return True
+        return False
+
+    await until(is_forgotten, "the thread that waited has ended")
 
 
 @pytest.mark.parametrize(
