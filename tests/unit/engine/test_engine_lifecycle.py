@@ -134,6 +134,25 @@ def test_a_stop_before_the_start_does_not_leave_the_cluster() -> None:
     run_virtual(run)
 
 
+def test_tasks_are_cancelled_in_the_order_they_began() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
+        cancelled: list[int] = []
+
+        async def waits(number: int) -> None:
+            try:
+                await asyncio.sleep(3_600)
+            finally:
+                cancelled.append(number)
+
+        for number in range(20):
+            world.engine._spawn(waits(number))
+        await asyncio.sleep(0.1)
+        await world.engine.stop()
+        assert cancelled == list(range(20))
+
+    with_store(scenario)
+
+
 def test_a_crash_leaves_everything_as_it_is() -> None:
     async def scenario(world: World, store: HookedStore) -> None:
         await world.create("a", 1_000)
@@ -349,6 +368,21 @@ def test_shards_of_a_namespace_that_another_instance_created_are_claimed_within_
         await store.database.put_namespace(replace(default, name="wider", num_shards=8), None)
         await asyncio.sleep(2.5)
         assert len(world.engine.shards) == 8
+
+    with_store(scenario)
+
+
+def test_a_round_of_an_unbalanced_cluster_reads_the_shards_once_and_then_the_members_once() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
+        await asyncio.sleep(0.1)
+        world.engine.ownership.is_balanced = False
+        store.order.clear()
+        await asyncio.sleep(0.5)
+        assert [name for name in store.order if name in ("shards", "members")] == ["shards", "members"]
+        assert world.engine.ownership.is_balanced
+        store.order.clear()
+        await asyncio.sleep(0.5)
+        assert [name for name in store.order if name in ("shards", "members")] == ["members"]
 
     with_store(scenario)
 

@@ -1665,6 +1665,57 @@ def unwanted(harness: Harness, how: str) -> None:
         harness.shard.state = ShardState[how.upper()]
 
 
+class TestState:
+    def test_it_only_moves_forward(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            shard = harness.shard
+            states = [shard.state]
+            for step in (
+                shard.start_drain,
+                shard.close,
+                shard.start_drain,
+                lambda: shard.drop(NotOwner()),
+                shard.close,
+            ):
+                step()
+                states.append(shard.state)
+            shard.start_drain()
+            assert [state.name for state in states] == ["OPEN", "DRAINING", "CLOSING", "CLOSING", "DROPPED", "DROPPED"]
+            assert shard.dropped
+
+        with_harness(scenario)
+
+    @pytest.mark.parametrize(
+        ("state", "draining", "closing", "dropped"),
+        [
+            (ShardState.OPEN, False, False, False),
+            (ShardState.DRAINING, True, False, False),
+            (ShardState.CLOSING, True, True, False),
+            (ShardState.DROPPED, False, True, True),
+        ],
+    )
+    def test_what_each_state_means(self, state: ShardState, draining: bool, closing: bool, dropped: bool) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.shard.state = state
+            assert (harness.shard.draining, harness.shard.closing, harness.shard.dropped) == (
+                draining,
+                closing,
+                dropped,
+            )
+
+        with_harness(scenario)
+
+    def test_a_recovery_does_not_change_it(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.shard.start_drain()
+            harness.shard.start_recovery()
+            assert (harness.shard.state, harness.shard.recovering) == (ShardState.DRAINING, True)
+            harness.shard.finish_recovery(ShardRow(7, 4, 2, "me"), {})
+            assert (harness.shard.state, harness.shard.recovering) == (ShardState.DRAINING, False)
+
+        with_harness(scenario)
+
+
 class TestDropping:
     def test_all_callers_are_answered_not_owner_or_unknown(self) -> None:
         async def scenario(harness: Harness) -> None:
