@@ -7,7 +7,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from duetime.domain.timer import AttemptResult, Contact, Namespace, Timer
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import Namespace, Timer
 
 __all__ = ["Attempt", "Deliverer", "Router"]
 

@@ -14,14 +14,12 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from duetime.errors import SignatureError
+
 __all__ = ["SignatureError", "check_secret", "new_secret", "sign", "verify"]
 
 PREFIX = "whsec_"
 KEY_BYTES_MIN, KEY_BYTES_MAX = 24, 64
-
-
-class SignatureError(Exception):
-    """The callback must not be believed; the message says why."""
 
 
 def new_secret() -> str:

@@ -11,9 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from duetime import errors
 from duetime.domain.timer import SHARDS_MAX, Outcome, State, Verdict
-from duetime.errors import DuetimeError, InvalidField
+from duetime.errors import DuetimeError
 
 URL_BYTES_MAX = 2_048
 SECRETS_MAX = 5
@@ -565,27 +564,7 @@ class ClusterMapJson(_Answer, kw_only=True):
     namespaces: Annotated[dict[str, int], Meta(description="`numShards` of those the token is for.")]
 
 
-# --- errors as problems, and back ----------------------------------------------------------------
-
-_ERRORS: dict[str, type[DuetimeError]] = {
-    "rejected": errors.Rejected,
-    "too_large": errors.TooLarge,
-    "unauthenticated": errors.Unauthenticated,
-    "forbidden": errors.Forbidden,
-    "busy": errors.Busy,
-    "not_applied": errors.Unserved,
-    "outcome_unknown": errors.OutcomeUnknown,
-}
-_ERRORS_BY_STATUS: dict[int, type[DuetimeError]] = {
-    400: errors.Rejected,
-    401: errors.Unauthenticated,
-    403: errors.Forbidden,
-    404: errors.NotFound,
-    409: errors.Conflict,
-    413: errors.TooLarge,
-    429: errors.Busy,
-    503: errors.Unserved,
-}
+# --- errors as problems --------------------------------------------------------------------------
 
 
 def problem_of(error: DuetimeError, request_id: str | None = None) -> ProblemJson:
@@ -602,13 +581,3 @@ def problem_of(error: DuetimeError, request_id: str | None = None) -> ProblemJso
 
 def encode_problem(problem: ProblemJson) -> bytes:
     return msgspec.json.encode(problem)
-
-
-def error_of(problem: ProblemJson) -> DuetimeError:
-    """The error a client raises for a problem: the same class the server had, as far as callers can tell."""
-    if problem.code == InvalidField.code:
-        return InvalidField(problem.field, problem.detail)
-    kind = _ERRORS.get(problem.code) or _ERRORS_BY_STATUS.get(problem.status, DuetimeError)
-    error = kind(problem.detail, field=problem.field, code=problem.code)
-    error.status = problem.status
-    return error

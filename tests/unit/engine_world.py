@@ -10,7 +10,8 @@ from typing import Any
 
 from duetime.config import load_config
 from duetime.delivery import Attempt
-from duetime.domain.timer import AttemptResult, Contact, Created, TimerKey, TimerSpec, TimerView
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import Created, TimerKey, TimerSpec, TimerView
 from duetime.engine.engine import Engine
 from duetime.engine.shard import PendingWrite, Phase, Shard
 from duetime.service.service import Service
@@ -89,7 +90,7 @@ class World:
     async def start(self) -> None:
         await self.store.migrate()
         await self.store.open()
-        await self.service.create_default_namespace()
+        await self.service.namespaces.create_default()
         await self.engine.start()
 
     async def crash_and_restart(self) -> None:

@@ -28,7 +28,7 @@ class Wires:
         self.sent.append((peer.address, forward))
         if self.failure is not None:
             raise self.failure()
-        return await self.services[peer.address].take(forward)
+        return await self.services[peer.address].forwarded.receive(forward)
 
     async def status(self, peer: Peer) -> InstanceStatus:
         return self.services[peer.address].instance_status()

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from duetime.config import Auth, Config, Token
-from duetime.errors import Forbidden, SetupError, Unauthenticated
+from duetime.errors import CrossOrigin, Forbidden, SetupError, Unauthenticated
 from duetime.http.server import Request
 
 __all__ = ["Authenticator", "Caller", "check_binding", "is_loopback", "split_listen"]
@@ -37,11 +37,6 @@ class Caller(Struct, frozen=True):
 
     def may_see(self, namespace: str) -> bool:
         return self.namespaces is None or namespace in self.namespaces
-
-
-class _CrossOrigin(Forbidden):
-    code = "cross_origin"
-    title = "Sent by the page of another web site"
 
 
 _ALL_VERBS = frozenset({"read", "write", "admin"})
@@ -101,7 +96,7 @@ def _refuse_other_sites(request: Request, *, open_to_all: bool) -> None:
         origin = urlsplit("")
     same = bool(origin.netloc) and origin.netloc == (request.header(b"host") or "")
     if not same or (open_to_all and not _is_loopback_host(origin.hostname or "")):
-        raise _CrossOrigin("requests from the pages of other sites are refused")
+        raise CrossOrigin("requests from the pages of other sites are refused")
 
 
 def split_listen(listen: str) -> tuple[str, int]:

@@ -17,7 +17,7 @@ from duetime.api.routes import PREFIX, ROUTES
 from duetime.cluster.peer_protocol import REFUSED
 from duetime.config import Config
 from duetime.domain.timer import TimerKey, TimerSpec
-from duetime.errors import DuetimeError, NotFound, Rejected, Unauthenticated
+from duetime.errors import DuetimeError, MethodNotAllowed, NotFound, Unauthenticated, UnsupportedMediaType
 from duetime.http.server import JSON, PROBLEM_JSON, Request, Response
 from duetime.service.service import Service
 from duetime.telemetry import Telemetry
@@ -38,18 +38,6 @@ _DOCUMENT_HEADERS = (
     ("x-content-type-options", "nosniff"),
     ("cache-control", "no-cache"),
 )
-
-
-class WrongMethod(Rejected):
-    status = 405
-    code = "method_not_allowed"
-    title = "Method not allowed"
-
-
-class WrongMediaType(Rejected):
-    status = 415
-    code = "unsupported_media_type"
-    title = "Unsupported media type"
 
 
 class Api:
@@ -165,27 +153,27 @@ class Api:
     async def _create_namespace(self, body: bytes, caller: Caller) -> bytes:
         spec = decode.decode_namespace_create(body, self._limits)
         caller.require_namespace(spec.name)
-        return encode.encode_namespace(await self._service.create_namespace(spec))
+        return encode.encode_namespace(await self._service.namespaces.create(spec))
 
     async def _get_namespace(self, body: bytes, caller: Caller) -> bytes:
         name = decode.decode_namespace_name(body)
         caller.require_namespace(name)
-        return encode.encode_namespace(await self._service.get_namespace(name))
+        return encode.encode_namespace(await self._service.namespaces.get(name))
 
     async def _list_namespaces(self, body: bytes, caller: Caller) -> bytes:
         decode.decode_nothing(body)
-        known = await self._service.list_namespaces()
+        known = await self._service.namespaces.list_all()
         return encode.encode_namespaces([namespace for namespace in known if caller.may_see(namespace.name)])
 
     async def _update_namespace(self, body: bytes, caller: Caller) -> bytes:
         spec = decode.decode_namespace_update(body, self._limits)
         caller.require_namespace(spec.name)
-        return encode.encode_namespace(await self._service.update_namespace(spec))
+        return encode.encode_namespace(await self._service.namespaces.update(spec))
 
     async def _delete_namespace(self, body: bytes, caller: Caller) -> bytes:
         name = decode.decode_namespace_name(body)
         caller.require_namespace(name)
-        await self._service.delete_namespace(name)
+        await self._service.namespaces.delete(name)
         return b"{}"
 
     async def _cluster_status(self, body: bytes, caller: Caller) -> bytes:
@@ -205,7 +193,7 @@ class Api:
             raise NotFound(f"there is nothing at {request.path}; /docs lists what there is", code="path_not_found")
         if answer is None or request.method not in ("GET", "HEAD"):
             allowed = "POST" if answer is None else "GET, HEAD"
-            error = WrongMethod(f"{request.path} takes {allowed}, not {request.method}")
+            error = MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}")
             return _problem(error, headers=(("allow", allowed),))
         return answer(request)
 
@@ -258,7 +246,7 @@ def _check_media_type(request: Request) -> None:
         return
     media_type = given.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
-        raise WrongMediaType(f"the body must be JSON: send `Content-Type: application/json`, not {media_type}")
+        raise UnsupportedMediaType(f"the body must be JSON: send `Content-Type: application/json`, not {media_type}")
 
 
 def _problem(error: DuetimeError, request_id: str | None = None, headers: tuple[tuple[str, str], ...] = ()) -> Response:

@@ -97,8 +97,8 @@ class PeerServer:
             )
 
     async def _answer(self, commands: CommandBatch) -> list[Reply]:
-        answers = [_begin(self._service.take, forward) for forward in commands.new]
-        answers += [_begin(self._service.taken, command_id) for command_id in commands.again]
+        answers = [_begin(self._service.forwarded.receive, forward) for forward in commands.new]
+        answers += [_begin(self._service.forwarded.answer_to, command_id) for command_id in commands.again]
         waiting = {answer for answer in answers if not answer.done()}
         if waiting:
             await asyncio.wait(waiting, timeout=self.answer_within_s)  # leaves those alone that are not done by then

@@ -18,7 +18,9 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 
 from msgspec import Struct
 
-__all__ = ["LOOPBACK", "Address", "Network", "Refused", "Resolver", "literal_address", "parse_networks", "refusal"]
+from duetime.errors import AddressRefused
+
+__all__ = ["LOOPBACK", "Address", "Network", "Resolver", "literal_address", "parse_networks", "refusal"]
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
@@ -87,10 +89,6 @@ _REFUSED_V6 = [
         ("8000::/1", "a reserved address"),
     )
 ]
-
-
-class Refused(Exception):
-    """The policy forbids this target."""
 
 
 def refusal(address: Address, allowed: Iterable[Network]) -> str | None:
@@ -172,7 +170,7 @@ class Resolver:
         self._lookups: dict[str, asyncio.Task[_Found]] = {}
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
-        """Raises Refused, or OSError if the name cannot be resolved."""
+        """Raises AddressRefused, or OSError if the name cannot be resolved."""
         literal = literal_address(host)
         if literal is not None:
             return (self._vetted(host, literal),)
@@ -183,7 +181,7 @@ class Resolver:
         elif age_s > self._fresh_s:
             self._look_up(host)
         if found.refused is not None:
-            raise Refused(found.refused)
+            raise AddressRefused(found.refused)
         if found.failed is not None:
             raise socket.gaierror(socket.EAI_NONAME, found.failed)
         return found.addresses
@@ -208,7 +206,7 @@ class Resolver:
             addresses = await self._lookup(host)
             vetted = dict.fromkeys(self._vetted(host, ip_address(text)) for text in addresses)
             found = _Found(now, tuple(vetted)) if vetted else _Found(now, failed="it has no address")
-        except Refused as error:
+        except AddressRefused as error:
             found = _Found(now, refused=str(error))
         except (OSError, ValueError) as error:  # ValueError: a name that cannot be written in DNS
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -228,7 +226,7 @@ class Resolver:
         reason = refusal(address, self._allowed)
         if reason is not None:
             shown = f"{host} is" if host == str(address) else f"{host} is {address},"
-            raise Refused(f"{shown} {reason}, which delivery.allow_networks does not allow")
+            raise AddressRefused(f"{shown} {reason}, which delivery.allow_networks does not allow")
         inner = address.ipv4_mapped if isinstance(address, IPv6Address) else None
         return str(inner or address)
 

@@ -24,9 +24,10 @@ from duetime.config import Config
 from duetime.deliveries import egress
 from duetime.delivery import Attempt
 from duetime.domain.instants import format_instant
-from duetime.domain.timer import ANSWER_BYTES_MAX, AttemptResult, Contact, Namespace, Timer
-from duetime.errors import SetupError
-from duetime.http.client import Answer, HttpClient, HttpError
+from duetime.domain.settle import ANSWER_BYTES_MAX, AttemptResult, Contact
+from duetime.domain.timer import Namespace, Timer
+from duetime.errors import AddressRefused, HttpError, SetupError
+from duetime.http.client import Answer, HttpClient
 from duetime.http.urls import Target, parse_target, request_head
 from duetime.telemetry import log
 
@@ -181,7 +182,7 @@ class Webhook:
     def _failure(self, error: Exception) -> AttemptResult:
         if isinstance(error, HttpError):
             return AttemptResult(Contact.BROKEN, error=error.reason)
-        if isinstance(error, egress.Refused):
+        if isinstance(error, AddressRefused):
             return AttemptResult(Contact.REFUSED, error=str(error))
         # A bug, then. It must not stop the firing of timers, nor fill the log at the rate they fire.
         if type(error) not in self._bugs_logged:

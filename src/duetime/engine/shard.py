@@ -22,7 +22,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
-from duetime.domain.timer import BEFORE_ALL, NO_EXTRAS, Position, Reached, Settlement, Timer, TimerKey
+from duetime.domain.settle import Settlement
+from duetime.domain.timer import BEFORE_ALL, NO_EXTRAS, Position, Reached, Timer, TimerKey
 from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, StoreUnavailable
 from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable
 from duetime.telemetry import log

@@ -23,6 +23,7 @@ from typing import Final, cast
 import httptools
 from msgspec import Struct
 
+from duetime.errors import HttpError
 from duetime.http.urls import Target, parse_target, request_head
 
 __all__ = ["Answer", "HttpClient", "HttpError", "Target", "parse_target", "request_head"]
@@ -53,15 +54,6 @@ class Answer(Struct, frozen=True, gc=False):
 
     def header(self, name: str) -> str | None:
         return self.headers.get(name)
-
-
-class HttpError(Exception):
-    """No answer. `sent` is False only if it is certain that no byte of the request left."""
-
-    def __init__(self, reason: str, *, sent: bool) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.sent = sent
 
 
 class _Stale(HttpError):

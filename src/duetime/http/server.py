@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
-from ssl import SSLContext
 from typing import cast
 
 import httptools
@@ -39,23 +38,21 @@ SWEEP_SECONDS = 1.0
 # How long, in sweeps, and how much of what a refused client still sends is read and thrown away.
 LINGER_SWEEPS = 2
 LINGER_BYTES_MAX = 64 * 1024 * 1024
-HANDSHAKE_SECONDS = 10.0
 
 JSON = b"application/json"
 PROBLEM_JSON = b"application/problem+json"
 
 
 class Request:
-    """One request, whole. `path` and `query` are as they were sent, not percent-decoded."""
+    """One request. `path` is as it was sent, not percent-decoded; the query is dropped."""
 
-    __slots__ = ("_headers", "body", "client", "keep_alive", "method", "path", "query")
+    __slots__ = ("_headers", "body", "client", "keep_alive", "method", "path")
 
     def __init__(
         self,
         method: str,
         path: str,
         *,
-        query: str = "",
         headers: dict[bytes, bytes] | None = None,
         body: bytes = b"",
         client: str = "",
@@ -63,7 +60,6 @@ class Request:
     ) -> None:
         self.method = method
         self.path = path
-        self.query = query
         self.body = body
         self.client = client
         self.keep_alive = keep_alive
@@ -109,12 +105,11 @@ async def serve_http(
     body_bytes_max: int,
     connections_max: int,
     idle_timeout_ms: int,
-    ssl: SSLContext | None = None,
     clock: Clock | None = None,
 ) -> HttpServer:
     """Listen. Port 0: any free one, see `.port`. `sockets`: bound ones, instead of host and port."""
     server = HttpServer(handler, body_bytes_max, connections_max, idle_timeout_ms, clock or SystemClock())
-    await server.listen_on(bind_sockets(host, port) if sockets is None else sockets, ssl)
+    await server.listen_on(bind_sockets(host, port) if sockets is None else sockets)
     return server
 
 
@@ -139,7 +134,7 @@ class HttpServer:
         self._sweep_handle: asyncio.TimerHandle | None = None
         self._listeners: list[asyncio.Server] = []
 
-    async def listen_on(self, sockets: Sequence[socket.socket], ssl: SSLContext | None = None) -> list[asyncio.Server]:
+    async def listen_on(self, sockets: Sequence[socket.socket]) -> list[asyncio.Server]:
         """Accept connections there too. The sockets are the server's from here on; a listener may be closed early."""
         loop = asyncio.get_running_loop()
         listeners: list[asyncio.Server] = []
@@ -147,9 +142,7 @@ class HttpServer:
             listener = await loop.create_server(
                 lambda: _Connection(self, loop),
                 sock=sock,
-                ssl=ssl,
                 backlog=1_024,
-                ssl_handshake_timeout=HANDSHAKE_SECONDS if ssl else None,
             )
             listeners.append(listener)
             self._listeners.append(listener)
@@ -356,13 +349,12 @@ class _Connection(asyncio.Protocol):
         assert parser is not None
         if parser.should_upgrade():
             return  # the parser takes it for the last message; see _ignore_upgrade
-        path, _, query = self._url.partition(b"?")
+        path = self._url.partition(b"?")[0]
         if path[:1] != b"/":
             path = _path_of(path)
         request = Request(
             parser.get_method().decode("latin-1"),
             path.decode("latin-1"),
-            query=query.decode("latin-1"),
             headers=self._headers,
             body=bytes(self._body),
             client=self._client,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any, cast
 
 import msgspec
 import pytest
 
-from duetime.api.asgi import asgi_app
 from duetime.api.auth import check_binding, is_loopback, split_listen
 from duetime.api.dispatch import Api
 from duetime.api.routes import PREFIX, ROUTES
@@ -47,6 +46,26 @@ from duetime.service.service import Service
 from duetime.telemetry import Telemetry
 
 
+class NamespaceRecorder:
+    def __init__(self, note: Callable[[Any], None]) -> None:
+        self.note = note
+
+    async def create(self, spec: NamespaceSpec) -> Namespace:
+        self.note(spec)
+        return Namespace(name=spec.name, num_shards=4, created_at_ms=0)
+
+    update = create
+
+    async def get(self, name: str) -> Namespace:
+        return await self.create(NamespaceSpec(name=name))
+
+    async def list_all(self) -> list[Namespace]:
+        return [await self.get(name) for name in ("default", "orders")]
+
+    async def delete(self, name: str) -> None:
+        self.note(name)
+
+
 class Recorder:
     """Stands where the service stands, writes down what it is asked and answers something of the right shape."""
 
@@ -54,6 +73,7 @@ class Recorder:
         self.asked: list[Any] = []
         self.error: Exception | None = None
         self.reason: str | None = None
+        self.namespaces = NamespaceRecorder(self.note)
 
     def note(self, what: Any) -> None:
         self.asked.append(what)
@@ -101,21 +121,6 @@ class Recorder:
         return [self.view(TimerKey(filter.namespace, "a"))], None
 
     fire_now = replay = get
-
-    async def create_namespace(self, spec: NamespaceSpec) -> Namespace:
-        self.note(spec)
-        return Namespace(name=spec.name, num_shards=4, created_at_ms=0)
-
-    update_namespace = create_namespace
-
-    async def get_namespace(self, name: str) -> Namespace:
-        return await self.create_namespace(NamespaceSpec(name=name))
-
-    async def list_namespaces(self) -> list[Namespace]:
-        return [await self.get_namespace(name) for name in ("default", "orders")]
-
-    async def delete_namespace(self, name: str) -> None:
-        self.note(name)
 
     def as_peer(self) -> Peer:
         return Peer("i", "127.0.0.1:1", "secret")
@@ -549,45 +554,3 @@ async def test_the_api_runs_on_our_server(world: World) -> None:
     await server.close(1_000)
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b'"timerId":"a"' in answer
-
-
-async def test_the_api_runs_as_asgi(world: World) -> None:
-    app = asgi_app(world.api.handle, body_bytes_max=100)
-    status, headers, body = await call_asgi(app, [b'{"timerId":', b'"a","delay":"1s"}'])
-    assert (status, headers[b"content-type"]) == (200, b"application/json")
-    assert json.loads(body)["timer"]["timerId"] == "a"
-    status, _, _ = await call_asgi(app, [b"x" * 60, b"x" * 60])
-    assert status == 413
-
-
-async def test_a_request_cut_short_is_not_handled(world: World) -> None:
-    app = asgi_app(world.api.handle, body_bytes_max=100)
-    with pytest.raises(IndexError):  # nothing was sent
-        await call_asgi(app, [b'{"timerId":"a","delay":"1s"}'], whole=False)
-    assert world.service.asked == []
-
-
-App = Callable[..., Awaitable[None]]
-
-
-async def call_asgi(app: App, parts: list[bytes], *, whole: bool = True) -> tuple[int, dict[bytes, bytes], bytes]:
-    sent: list[MutableMapping[str, Any]] = []
-    waiting = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
-    waiting.append({"type": "http.request"} if whole else {"type": "http.disconnect"})
-
-    async def receive() -> MutableMapping[str, Any]:
-        return waiting.pop(0)
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/api/v1/timers/create",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": ("127.0.0.1", 1),
-    }
-    await app(scope, receive, send)
-    return sent[0]["status"], dict(sent[0]["headers"]), b"".join(part["body"] for part in sent[1:])

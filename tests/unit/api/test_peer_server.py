@@ -33,6 +33,7 @@ class Commands:
 
     def __init__(self) -> None:
         self.peer = Peer("b", "b:1", "the secret")
+        self.forwarded = self
         self.got: list[str] = []
         self.errors: dict[str, Exception] = {}
         self.pending: dict[str, asyncio.Future[CommandAnswer]] = {}
@@ -43,10 +44,10 @@ class Commands:
     def instance_status(self) -> dict[str, str]:
         return {"instance_id": self.peer.instance_id}
 
-    def take(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
+    def receive(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
         return self._answer(forward.command_id, Verdict.CANCELLED)
 
-    def taken(self, command_id: str) -> asyncio.Future[CommandAnswer]:
+    def answer_to(self, command_id: str) -> asyncio.Future[CommandAnswer]:
         return self._answer(command_id, Verdict.ALREADY_REACHED)
 
     def _answer(self, command_id: str, verdict: Verdict) -> asyncio.Future[CommandAnswer]:

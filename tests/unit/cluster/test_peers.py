@@ -57,6 +57,7 @@ class Commands:
         self.name = "b"
         self.secret = "the secret"
         self.port = 0
+        self.forwarded = self
         self.got: list[str] = []
         self.requests = 0
         self.released = asyncio.Event()
@@ -75,11 +76,11 @@ class Commands:
     def instance_status(self) -> InstanceStatus:
         return STATUS
 
-    def take(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
+    def receive(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
         answer = self.answers[forward.command_id] = asyncio.ensure_future(self._carry_out(forward))
         return answer
 
-    def taken(self, command_id: str) -> asyncio.Future[CommandAnswer]:
+    def answer_to(self, command_id: str) -> asyncio.Future[CommandAnswer]:
         return self.answers[command_id]
 
     async def _carry_out(self, forward: Forward) -> CommandAnswer:

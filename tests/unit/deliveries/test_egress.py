@@ -12,8 +12,9 @@ import pytest
 
 from duetime.clock import SystemClock
 from duetime.config import load_config
-from duetime.deliveries.egress import LOOPBACK, Refused, Resolver, literal_address, parse_networks, refusal
+from duetime.deliveries.egress import LOOPBACK, Resolver, literal_address, parse_networks, refusal
 from duetime.deliveries.webhook import Webhook
+from duetime.errors import AddressRefused
 from duetime.http.client import HttpClient, HttpError
 from duetime.testing.virtual import VirtualClock, run_virtual
 
@@ -59,7 +60,7 @@ async def test_a_hostile_host_is_refused_again_when_it_is_resolved(entry: str) -
         assert host.lower().removesuffix(".").endswith("localhost"), "only names are looked up"
         return ["::1", "127.0.0.1"]
 
-    with pytest.raises(Refused):
+    with pytest.raises(AddressRefused):
         await Resolver(lookup=lookup)(entry, 80)
 
 
@@ -129,7 +130,9 @@ NO_SUCH_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 async def test_one_refused_address_refuses_the_name() -> None:
     resolver = Resolver(lookup=Names(["8.8.8.8", "10.0.0.1"]))
-    with pytest.raises(Refused, match=r"mixed\.example is 10\.0\.0\.1, a private address, which delivery\.allow_netw"):
+    with pytest.raises(
+        AddressRefused, match=r"mixed\.example is 10\.0\.0\.1, a private address, which delivery\.allow"
+    ):
         await resolver("mixed.example", 443)
 
 
@@ -266,7 +269,7 @@ def test_a_name_that_failed_or_was_refused_is_asked_for_again_later() -> None:
         resolver = Resolver(lookup=names)
         for pause_s in (0, 30.0005):
             await asyncio.sleep(pause_s)
-            with pytest.raises(Refused):
+            with pytest.raises(AddressRefused):
                 await resolver("a.example", 80)
         await settled(resolver)
         assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
@@ -296,7 +299,7 @@ async def test_a_refusal_replaces_what_was_known_at_once() -> None:
     await resolver("a.example", 80)
     await resolver("a.example", 80)
     await settled(resolver)
-    with pytest.raises(Refused):
+    with pytest.raises(AddressRefused):
         await resolver("a.example", 80)
 
 
@@ -360,7 +363,7 @@ async def test_case_16_dns_rebinding_never_gets_a_private_connect() -> None:
         await client.request("POST", f"http://rebinding.example:{port}/", timeout_ms=2_000)
     await settled(resolver)
     for _ in range(3):
-        with pytest.raises(Refused, match=r"127\.0\.0\.1, a loopback address"):
+        with pytest.raises(AddressRefused, match=r"127\.0\.0\.1, a loopback address"):
             await client.request("POST", f"http://rebinding.example:{port}/", timeout_ms=2_000)
     await client.close()
     await resolver.close()

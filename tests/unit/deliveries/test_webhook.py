@@ -24,7 +24,8 @@ from duetime.deliveries.egress import LOOPBACK, Resolver
 from duetime.deliveries.webhook import Webhook, check_headers
 from duetime.delivery import Attempt, Deliverer
 from duetime.domain.instants import parse_instant
-from duetime.domain.timer import AttemptResult, Contact, Extras, Namespace, Settlement, Timer, settle, uuid_of
+from duetime.domain.settle import AttemptResult, Contact, Settlement, settle
+from duetime.domain.timer import Extras, Namespace, Timer, uuid_of
 from duetime.errors import SetupError
 from duetime.http.client import HttpClient
 from duetime.signing import new_secret, verify
@@ -395,7 +396,9 @@ async def test_case_13_an_object_larger_than_the_limit_is_never_a_success(
             larger = await settled(webhook, server.url)
             assert not larger.succeeded
             assert larger.rearmed is not None
-            assert larger.rearmed.extras.last_error == "the answer is larger than 65536 bytes and cannot be judged"
+            assert (
+                larger.rearmed.extras.last_error == "the answer is larger than 65536 bytes and was not read to the end"
+            )
 
 
 async def settled(webhook: Webhook, url: str) -> Settlement:

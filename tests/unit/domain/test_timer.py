@@ -12,36 +12,38 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from duetime.domain.instants import format_instant
+from duetime.domain.settle import (
+    ERROR_CHARS_MAX,
+    RETRY_AFTER_MAX_MS,
+    AttemptResult,
+    Contact,
+    Settlement,
+    armed_at,
+    attempted,
+    backoff_ms,
+    cancelled,
+    missed,
+    read_answer,
+    settle,
+)
 from duetime.domain.timer import (
     BEFORE_ALL,
     DAY_MS,
-    ERROR_CHARS_MAX,
     HOUR_MS,
     ID_BYTES_MAX,
-    RETRY_AFTER_MAX_MS,
     ROW_FORMAT,
     SHARDS_MAX,
-    AttemptResult,
-    Contact,
     Extras,
     Missed,
     Namespace,
     Outcome,
     RetryPolicy,
-    Settlement,
     Timer,
     TimerFilter,
     TimerSpec,
-    armed_at,
-    attempted,
-    backoff_ms,
-    cancelled,
     is_redacted_secret,
     kept_secrets,
-    missed,
-    read_answer,
     redacted_secret,
-    settle,
     shard_of,
     uuid_hex,
     uuid_of,
@@ -272,7 +274,7 @@ class TestSettleTable:
         assert settlement.reached is None
         assert settlement.rearmed is not None
         assert settlement.rearmed.attempts == 1
-        assert "demands" in str(settlement.rearmed.extras.last_error)
+        assert "requires" in str(settlement.rearmed.extras.last_error)
 
     def test_a_namespace_that_demands_ok_does_not_take_an_answer_that_was_cut(self) -> None:
         for body in ("<html>", '{"ok":true}'):
@@ -285,7 +287,7 @@ class TestSettleTable:
         retried = settled(outcome).rearmed
         assert retried is not None
         assert retried.execute_at_ms == NOW_MS + 7_000
-        assert retried.extras.last_error == "the answer is larger than 65536 bytes and cannot be judged"
+        assert retried.extras.last_error == "the answer is larger than 65536 bytes and was not read to the end"
         ended = settled(outcome, replace(TIMER, retry_policy=RetryPolicy(max_retries=0))).reached
         assert ended is not None
         assert ended.outcome is Outcome.FAILED

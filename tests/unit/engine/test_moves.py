@@ -7,7 +7,8 @@ import asyncio
 from engine_world import OK, URL, World, in_world
 
 from duetime.delivery import Attempt
-from duetime.domain.timer import AttemptResult, TimerKey, TimerSpec, shard_of
+from duetime.domain.settle import AttemptResult
+from duetime.domain.timer import TimerKey, TimerSpec, shard_of
 
 
 def test_a_shard_that_moves_starts_no_queued_delivery_and_repeats_none() -> None:

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from duetime.cluster.placement import owners
 from duetime.config import Duration
 from duetime.delivery import Attempt
-from duetime.domain.timer import AttemptResult, Created, NamespaceSpec, TimerKey, TimerSpec, shard_of
+from duetime.domain.settle import AttemptResult
+from duetime.domain.timer import Created, NamespaceSpec, TimerKey, TimerSpec, shard_of
 from duetime.engine.engine import Engine
 from duetime.engine.shard import Shard
 from duetime.errors import NotOwner, NotReady, OutcomeUnknown, StoreError, StoreUnavailable
@@ -838,7 +839,7 @@ def test_where_nobody_else_can_serve_an_instance_is_ready_when_all_shards_are_cl
     async def story(world: World, store: HookedStore) -> None:
         assert world.engine.readiness() is None
         store.fail("claim", Fault.UNAVAILABLE)
-        await world.service.create_namespace(NamespaceSpec(name="wider", num_shards=4))
+        await world.service.namespaces.create(NamespaceSpec(name="wider", num_shards=4))
         assert world.engine.readiness() == "3 shards are not claimed yet"
         await asyncio.sleep(3)
         assert world.engine.readiness() is None
@@ -1300,7 +1301,7 @@ def test_a_reading_that_was_overtaken_by_a_write_is_made_again() -> None:
 
         await asyncio.sleep(2)
         store.after["get_many"].append(meanwhile)
-        found = await world.service._owner._find(world.engine.shards[0], A)
+        found = await world.service._commands._find(world.engine.shards[0], A)
         assert found.timer is not None
         assert found.timer.payload == "2"
 

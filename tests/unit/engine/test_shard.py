@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from engine_world import check_shard
 
-from duetime.domain.timer import BEFORE_ALL, Extras, Position, Settlement, Timer, TimerKey
+from duetime.domain.settle import Settlement
+from duetime.domain.timer import BEFORE_ALL, Extras, Position, Timer, TimerKey
 from duetime.engine.shard import UNKNOWN, Entry, PendingWrite, Phase, Shard, Written, end_of
 from duetime.errors import Busy, NotOwner, OutcomeUnknown, StoreUnavailable
 from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable

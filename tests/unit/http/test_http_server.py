@@ -22,7 +22,7 @@ Writer = asyncio.StreamWriter
 
 
 async def echo(request: Request) -> Response:
-    head = f"{request.method} {request.path} {request.query} ".encode()
+    head = f"{request.method} {request.path} ".encode()
     return Response(200, head + request.body, b"text/plain")
 
 
@@ -80,7 +80,7 @@ async def test_a_request_is_answered_with_its_length_type_and_date() -> None:
     async with serving() as server:
         status, headers, body = await ask(server, post(b"hello", "/a/b?c=d&e"))
     assert status == 200
-    assert body == b"POST /a/b c=d&e hello"
+    assert body == b"POST /a/b hello"
     assert headers["content-type"] == "text/plain"
     assert headers["connection"] == "keep-alive"
     assert headers["date"].endswith(" GMT")
@@ -90,7 +90,7 @@ async def test_a_connection_serves_many_requests() -> None:
     async with serving() as server, connected(server) as (reader, writer):
         for n in range(50):
             writer.write(post(b"%d" % n))
-            assert (await read_answer(reader))[2] == b"POST /p  %d" % n
+            assert (await read_answer(reader))[2] == b"POST /p %d" % n
 
 
 async def test_a_request_that_arrives_byte_by_byte_is_one_request() -> None:
@@ -99,7 +99,7 @@ async def test_a_request_that_arrives_byte_by_byte_is_one_request() -> None:
             writer.write(bytes([n]))
             await writer.drain()
             await asyncio.sleep(0)
-        assert (await read_answer(reader))[2] == b"POST /very/slow  slow"
+        assert (await read_answer(reader))[2] == b"POST /very/slow slow"
 
 
 async def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
@@ -127,8 +127,8 @@ async def test_a_chunked_body_is_put_together() -> None:
     )
     async with serving() as server, connected(server) as (reader, writer):
         writer.write(data + post(b"next"))
-        assert (await read_answer(reader))[2] == b"POST /p  hello world"
-        assert (await read_answer(reader))[2] == b"POST /p  next"
+        assert (await read_answer(reader))[2] == b"POST /p hello world"
+        assert (await read_answer(reader))[2] == b"POST /p next"
 
 
 async def test_expect_100_continue_is_answered_before_the_body_comes() -> None:
@@ -137,7 +137,7 @@ async def test_expect_100_continue_is_answered_before_the_body_comes() -> None:
         writer.write(whole[:-4])
         assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10) == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"body")
-        assert (await read_answer(reader))[2] == b"POST /p  body"
+        assert (await read_answer(reader))[2] == b"POST /p body"
 
 
 async def test_a_body_announced_too_large_is_refused_before_it_is_sent() -> None:
@@ -170,9 +170,9 @@ async def test_head_is_answered_without_a_body() -> None:
     async with serving() as server, connected(server) as (reader, writer):
         writer.write(b"HEAD /p HTTP/1.1\r\nhost: h\r\n\r\n")
         status, headers, _ = await read_answer(reader, head_only=True)
-        assert (status, headers["content-length"]) == (200, "9")
+        assert (status, headers["content-length"]) == (200, "8")
         writer.write(post(b"next"))
-        assert (await read_answer(reader))[2] == b"POST /p  next"
+        assert (await read_answer(reader))[2] == b"POST /p next"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ async def test_what_is_not_a_request_is_refused_and_the_connection_closed(data: 
 async def test_good_requests_before_a_bad_one_are_answered_first() -> None:
     async with serving() as server, connected(server) as (reader, writer):
         writer.write(post(b"good") + b"nonsense\r\n\r\n" + post(b"never"))
-        assert (await read_answer(reader))[2] == b"POST /p  good"
+        assert (await read_answer(reader))[2] == b"POST /p good"
         assert (await read_answer(reader))[0] == 400
         assert await asyncio.wait_for(reader.read(), 10) == b""
 
@@ -257,7 +257,7 @@ async def test_a_head_of_almost_16_kib_is_fine_however_it_arrives() -> None:
 async def test_an_upgrade_is_ignored() -> None:
     async with serving() as server:
         status, _, body = await ask(server, post(b"hi", "/p", "connection: upgrade", "upgrade: h2c"))
-    assert (status, body) == (200, b"POST /p  hi")
+    assert (status, body) == (200, b"POST /p hi")
 
 
 async def test_a_tunnel_is_refused() -> None:
@@ -268,7 +268,7 @@ async def test_a_tunnel_is_refused() -> None:
 async def test_a_target_in_absolute_form_is_understood() -> None:
     async with serving() as server:
         data = b"GET http://example.org:80/path?q=1 HTTP/1.1\r\nhost: h\r\n\r\n"
-        assert (await ask(server, data))[2] == b"GET /path q=1 "
+        assert (await ask(server, data))[2] == b"GET /path "
 
 
 async def test_headers_are_found_by_lower_case_name_and_joined() -> None:

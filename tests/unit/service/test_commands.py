@@ -12,9 +12,8 @@ from engine_world import URL, World, in_world
 from duetime.cluster.forwarding import CreateCommand, Forward
 from duetime.delivery import Attempt
 from duetime.domain.instants import LATEST_MS
+from duetime.domain.settle import AttemptResult, Contact
 from duetime.domain.timer import (
-    AttemptResult,
-    Contact,
     Missed,
     NamespaceSpec,
     Outcome,
@@ -105,7 +104,7 @@ def test_a_payload_over_the_limit_is_refused_at_create_and_at_update_and_one_of_
 
 def test_a_namespace_may_have_a_lower_limit_of_payloads() -> None:
     async def story(world: World) -> None:
-        await world.service.create_namespace(NamespaceSpec(name="small", payload_bytes_max=10))
+        await world.service.namespaces.create(NamespaceSpec(name="small", payload_bytes_max=10))
         spec = TimerSpec(namespace="small", timer_id="x", delay_ms=1, callback_url=URL, payload='"12345678"')
         await world.service.create(spec)
         longer = TimerSpec(namespace="small", timer_id="x", delay_ms=1, callback_url=URL, payload='"123456789"')
@@ -122,7 +121,7 @@ def test_without_a_url_of_its_own_a_timer_has_that_of_its_namespace_and_one_of_t
         await world.create("x", HOUR_MS)
         with pytest.raises(InvalidField, match="callbackUrl is required"):
             await world.service.update(X, TimerPatch(callback_url=None))
-        await world.service.create_namespace(NamespaceSpec(name="commands", callback_url="http://shop.test/orders"))
+        await world.service.namespaces.create(NamespaceSpec(name="commands", callback_url="http://shop.test/orders"))
         spec = TimerSpec(namespace="commands", timer_id="x", delay_ms=HOUR_MS)
         assert (await world.service.create(spec)).view.timer.callback_url == "http://shop.test/orders"
         key = TimerKey("commands", "x")
@@ -190,7 +189,7 @@ def test_if_absent_with_one_field_different_is_a_conflict_and_changes_nothing(na
     async def story(world: World) -> None:
         at_ms = world.clock.wall_ms() + HOUR_MS
         first = await world.service.create(spec_at(at_ms, **ONE))
-        with pytest.raises(Conflict, match="exists in namespace 'default' and is different") as conflict:
+        with pytest.raises(Conflict, match="exists in namespace 'default' with other values") as conflict:
             await world.service.create(spec_at(at_ms, **{**ONE, name: FIELDS[name][1]}, if_absent=True))
         assert (conflict.value.field, conflict.value.code) == ("timerId", "timer_exists")
         assert (await world.get("x")).timer == first.view.timer
@@ -202,7 +201,7 @@ def test_if_absent_with_another_time_is_a_conflict() -> None:
     async def story(world: World) -> None:
         at_ms = world.clock.wall_ms() + 1_000
         await world.service.create(spec_at(at_ms))
-        with pytest.raises(Conflict, match="is different"):
+        with pytest.raises(Conflict, match="with other values"):
             await world.service.create(spec_at(at_ms + 1, if_absent=True))
         await asyncio.sleep(5)
         assert world.destinations.called() == ["x"]
@@ -249,7 +248,7 @@ def test_if_absent_finds_a_timer_that_is_over_and_does_not_fire_it_again() -> No
         assert again.view.state is State.DELIVERED
         assert again.view.reached is not None
         assert again.view.reached.outcome is Outcome.DELIVERED
-        with pytest.raises(Conflict, match="is different"):
+        with pytest.raises(Conflict, match="with other values"):
             await world.service.create(spec_at(at_ms, payload="2", if_absent=True))
         await asyncio.sleep(60)
         assert world.destinations.called() == ["x"]
@@ -317,7 +316,7 @@ def test_a_forwarded_create_that_has_to_wait_is_not_overtaken_by_a_later_one(wai
         spec = TimerSpec(namespace="default", timer_id="a", delay_ms=1_000, callback_url=URL, payload="1")
         first_spec = msgspec.structs.replace(spec, if_absent=waits_for == "get_many")
         version = world.engine.shards[0].fence.version
-        first = world.service.take(Forward("1", 0, version, CreateCommand(first_spec)))
+        first = world.service.forwarded.receive(Forward("1", 0, version, CreateCommand(first_spec)))
         await asyncio.sleep(0.1)
         if waits_for == "namespaces":
             world.engine.namespaces._fresh_until_ms = clock.boot_ms() + 60_000

@@ -30,7 +30,7 @@ from duetime.errors import (
     OutcomeUnknown,
     StoreUnavailable,
 )
-from duetime.service import service as service_module
+from duetime.service import forwarded
 from duetime.store import Claim
 
 
@@ -105,7 +105,7 @@ def test_case_26_a_forward_goes_one_hop_and_is_refused_rather_than_passed_on() -
         spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1_000, callback_url=URL)
         misled = Forward("id", shard_of(timer_id, 16), 1, CreateCommand(spec))
         with pytest.raises(NotOwner) as refused:
-            await a.service.take(misled)
+            await a.service.forwarded.receive(misled)
         assert (refused.value.status, refused.value.retry_after_seconds) == (503, 1)
         assert wires.sent == []
 
@@ -136,7 +136,7 @@ def test_a_forward_that_arrives_twice_is_carried_out_once() -> None:
         await a.create(timer_id, 60_000)
         _, forward = wires.sent[-1]
         assert await b.service.delete(TimerKey("default", timer_id)) is Verdict.CANCELLED
-        await b.service.take(forward)
+        await b.service.forwarded.receive(forward)
         await asyncio.sleep(120)
         assert a.destinations.calls + b.destinations.calls == []
 
@@ -153,9 +153,9 @@ def test_an_error_of_the_owner_comes_back_to_who_asked() -> None:
 
 def test_a_namespace_that_another_instance_still_fills_is_not_deleted() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
-        await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
-        await b.service.get_namespace("n")
-        deleting = asyncio.ensure_future(a.service.delete_namespace("n"))
+        await a.service.namespaces.create(NamespaceSpec(name="n", num_shards=16))
+        await b.service.namespaces.get("n")
+        deleting = asyncio.ensure_future(a.service.namespaces.delete("n"))
         while not (known := a.engine.namespaces.known("n")) or not known.deleting:
             await asyncio.sleep(0)
         # The other instance has not seen the mark yet, and takes a create about a shard of its own.
@@ -165,10 +165,10 @@ def test_a_namespace_that_another_instance_still_fills_is_not_deleted() -> None:
         await asyncio.sleep(5)
         assert (await b.service.get(TimerKey("n", owned_by(b)))).state is State.SCHEDULED
         await b.service.delete(TimerKey("n", owned_by(b)))
-        await a.service.delete_namespace("n")
+        await a.service.namespaces.delete("n")
         await asyncio.sleep(2)  # read again every second
         with pytest.raises(NotFound):
-            await b.service.get_namespace("n")
+            await b.service.namespaces.get("n")
 
     of_two(story)
 
@@ -176,8 +176,8 @@ def test_a_namespace_that_another_instance_still_fills_is_not_deleted() -> None:
 def test_a_new_namespace_is_known_to_the_others_at_once() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         with pytest.raises(NotFound):
-            await b.service.get_namespace("n")
-        await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
+            await b.service.namespaces.get("n")
+        await a.service.namespaces.create(NamespaceSpec(name="n", num_shards=16))
         await b.service.create(TimerSpec(namespace="n", timer_id="t", delay_ms=1_000, callback_url=URL))
         await asyncio.sleep(5)
         assert a.destinations.called() + b.destinations.called() == ["t"]
@@ -214,10 +214,10 @@ def test_an_order_of_another_version_of_the_shard_is_refused() -> None:
         timer_id = owned_by(a)
         for later in (-1, 1):
             with pytest.raises(NotOwner):
-                await a.service.take(order_to(a, timer_id, f"off by {later}", later=later))
+                await a.service.forwarded.receive(order_to(a, timer_id, f"off by {later}", later=later))
         with pytest.raises(NotFound):
             await a.get(timer_id)
-        assert isinstance(await a.service.take(order_to(a, timer_id)), Created)
+        assert isinstance(await a.service.forwarded.receive(order_to(a, timer_id)), Created)
 
     of_two(story)
 
@@ -229,10 +229,10 @@ def test_an_order_for_a_shard_that_is_being_given_away_is_refused() -> None:
         shard.closing = True
         create = order_to(a, timer_id)
         with pytest.raises(NotOwner):
-            await a.service.take(create)
+            await a.service.forwarded.receive(create)
         delete = DeleteCommand(TimerKey("default", timer_id))
         with pytest.raises(NotOwner):  # whether there is such a timer is not looked up any more
-            await a.service.take(Forward("d", create.shard_id, create.version, delete))
+            await a.service.forwarded.receive(Forward("d", create.shard_id, create.version, delete))
         with pytest.raises(NotOwner):
             await a.service._try_at_owner(create.shard_id, delete)
         shard.closing = False
@@ -245,12 +245,12 @@ def test_an_order_for_a_shard_that_is_being_given_away_is_refused() -> None:
 def test_what_became_of_an_order_is_told_by_its_id_alone() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
-        taken = a.service.take(order_to(a, timer_id))
-        assert a.service.taken("id") is taken, "not decided yet"
+        taken = a.service.forwarded.receive(order_to(a, timer_id))
+        assert a.service.forwarded.answer_to("id") is taken, "not decided yet"
         assert isinstance(await taken, Created)
-        assert a.service.taken("id") is taken
-        with pytest.raises(OutcomeUnknown, match="nothing is known"):
-            await a.service.taken("never given")
+        assert a.service.forwarded.answer_to("id") is taken
+        with pytest.raises(OutcomeUnknown, match="no longer in memory"):
+            await a.service.forwarded.answer_to("never given")
 
     of_two(story)
 
@@ -259,9 +259,9 @@ def test_an_order_that_was_refused_stays_refused_by_its_id() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         early = order_to(a, owned_by(a), later=1)
         with pytest.raises(NotOwner):
-            await a.service.take(early)
+            await a.service.forwarded.receive(early)
         with pytest.raises(NotOwner):
-            await a.service.taken("id")
+            await a.service.forwarded.answer_to("id")
 
     of_two(story)
 
@@ -270,11 +270,11 @@ def test_every_kind_of_order_is_carried_out_for_another_instance() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         key, create = TimerKey("default", timer_id), order_to(a, timer_id)
-        await a.service.take(create)
+        await a.service.forwarded.receive(create)
         update = Forward("u", create.shard_id, create.version, UpdateCommand(key, TimerPatch(delay_ms=90_000)))
-        assert isinstance(await a.service.take(update), Updated)
+        assert isinstance(await a.service.forwarded.receive(update), Updated)
         delete = Forward("d", create.shard_id, create.version, DeleteCommand(key))
-        assert await a.service.take(delete) is Verdict.CANCELLED
+        assert await a.service.forwarded.receive(delete) is Verdict.CANCELLED
 
     of_two(story)
 
@@ -284,13 +284,13 @@ def test_an_order_that_the_owner_cannot_accept_gets_the_owners_error() -> None:
         timer_id = owned_by(a)
         good = order_to(a, timer_id)
         spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1, callback_url="gopher://x")
-        answer = a.service.take(Forward("bad", good.shard_id, good.version, CreateCommand(spec)))
-        assert a.service.taken("bad") is answer, "what is refused is remembered too"
+        answer = a.service.forwarded.receive(Forward("bad", good.shard_id, good.version, CreateCommand(spec)))
+        assert a.service.forwarded.answer_to("bad") is answer, "what is refused is remembered too"
         with pytest.raises(InvalidField, match="callbackUrl"):
             await answer
         nowhere = TimerSpec(namespace="nowhere", timer_id=timer_id, delay_ms=1, callback_url=URL)
         with pytest.raises(NotFound, match="There is no namespace"):
-            await a.service.take(Forward("nowhere", good.shard_id, good.version, CreateCommand(nowhere)))
+            await a.service.forwarded.receive(Forward("nowhere", good.shard_id, good.version, CreateCommand(nowhere)))
 
     of_two(story)
 
@@ -304,7 +304,7 @@ def test_a_create_of_another_instance_that_is_not_on_disk_is_not_acknowledged() 
         of_b = b.engine.membership
         await a.store.claim([Claim(forward.shard_id, forward.version, 77, of_b.instance_id, "b", 0)])
         with pytest.raises(DuetimeError) as lost:
-            await a.service.take(forward)
+            await a.service.forwarded.receive(forward)
         assert lost.value.code == "not_applied"
         with pytest.raises(NotFound):
             await b.get(timer_id)
@@ -315,8 +315,8 @@ def test_a_create_of_another_instance_that_is_not_on_disk_is_not_acknowledged() 
 def test_a_create_of_another_instance_says_whether_it_replaced_something() -> None:
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
-        first = await a.service.take(order_to(a, timer_id, "1"))
-        second = await a.service.take(order_to(a, timer_id, "2"))
+        first = await a.service.forwarded.receive(order_to(a, timer_id, "1"))
+        second = await a.service.forwarded.receive(order_to(a, timer_id, "2"))
         assert [isinstance(answer, Created) and answer.replaced for answer in (first, second)] == [False, True]
         assert a.engine.telemetry.created.value == 2
 
@@ -328,7 +328,7 @@ def test_a_create_of_another_instance_waits_for_a_write_about_the_same_timer() -
         timer_id = owned_by(a)
         shard = a.engine.shards[shard_of(timer_id, 16)]
         async with shard.key_lock(TimerKey("default", timer_id)):
-            taken = a.service.take(order_to(a, timer_id))
+            taken = a.service.forwarded.receive(order_to(a, timer_id))
             await asyncio.sleep(5)
             assert not taken.done()
         assert isinstance(await taken, Created)
@@ -340,61 +340,61 @@ def test_a_create_of_another_instance_waits_for_a_write_about_the_same_timer() -
 
 
 def test_old_orders_are_forgotten_and_those_not_decided_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_TAKEN_MAX", 20)
+    monkeypatch.setattr(forwarded, "_REMEMBERED_MAX", 20)
 
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         shard = a.engine.shards[shard_of(timer_id, 16)]
         async with shard.key_lock(TimerKey("default", timer_id)):
-            pending = a.service.take(order_to(a, timer_id, "pending"))
+            pending = a.service.forwarded.receive(order_to(a, timer_id, "pending"))
             for number in range(100):
                 with pytest.raises(NotOwner):
-                    await a.service.take(order_to(a, timer_id, f"refused {number}", later=1))
-                assert len(a.service._taken) <= 21
-            assert a.service.taken("pending") is pending
+                    await a.service.forwarded.receive(order_to(a, timer_id, f"refused {number}", later=1))
+                assert len(a.service.forwarded._remembered) <= 21
+            assert a.service.forwarded.answer_to("pending") is pending
             for number, forgotten in ((0, True), (99, False)):
                 with pytest.raises(OutcomeUnknown if forgotten else NotOwner):
-                    await a.service.taken(f"refused {number}")
+                    await a.service.forwarded.answer_to(f"refused {number}")
         assert isinstance(await pending, Created)
 
     of_two(story)
 
 
 def test_large_orders_are_forgotten_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_TAKEN_CHARS_MAX", 10_000)
+    monkeypatch.setattr(forwarded, "_REMEMBERED_CHARS_MAX", 10_000)
 
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         large = f'"{"x" * 998}"'
         for number in range(50):
-            await a.service.take(order_to(a, timer_id, f"large {number}", payload=large))
-            assert len(a.service._taken) <= 11
-            assert a.service._taken_chars == 1_000 * len(a.service._taken)
+            await a.service.forwarded.receive(order_to(a, timer_id, f"large {number}", payload=large))
+            assert len(a.service.forwarded._remembered) <= 11
+            assert a.service.forwarded._remembered_chars == 1_000 * len(a.service.forwarded._remembered)
         with pytest.raises(OutcomeUnknown):
-            await a.service.taken("large 30")
-        assert isinstance(await a.service.taken("large 49"), Created)
+            await a.service.forwarded.answer_to("large 30")
+        assert isinstance(await a.service.forwarded.answer_to("large 49"), Created)
         for number in range(50):
-            await a.service.take(order_to(a, timer_id, f"small {number}"))
-        assert len(a.service._taken) > 50, "small ones need no room"
+            await a.service.forwarded.receive(order_to(a, timer_id, f"small {number}"))
+        assert len(a.service.forwarded._remembered) > 50, "small ones need no room"
 
     of_two(story)
 
 
 def test_many_undecided_orders_do_not_make_a_new_one_expensive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_TAKEN_MAX", 5)
+    monkeypatch.setattr(forwarded, "_REMEMBERED_MAX", 5)
 
     async def story(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         shard = a.engine.shards[shard_of(timer_id, 16)]
         async with shard.key_lock(TimerKey("default", timer_id)):
-            pending = [a.service.take(order_to(a, timer_id, f"p{number}")) for number in range(30)]
-            assert [a.service.taken(f"p{number}") for number in range(30)] == pending, "none is forgotten"
+            pending = [a.service.forwarded.receive(order_to(a, timer_id, f"p{number}")) for number in range(30)]
+            assert [a.service.forwarded.answer_to(f"p{number}") for number in range(30)] == pending, "none is forgotten"
         for answer in pending:
             assert isinstance(await answer, Created)
         for number in range(10):
             with pytest.raises(NotOwner):
-                await a.service.take(order_to(a, timer_id, f"next {number}", later=1))
-        assert len(a.service._taken) <= 6, "several go at once, so that they become fewer"
+                await a.service.forwarded.receive(order_to(a, timer_id, f"next {number}", later=1))
+        assert len(a.service.forwarded._remembered) <= 6, "several go at once, so that they become fewer"
 
     of_two(story)
 

@@ -11,8 +11,8 @@ from engine_world import OK, URL, World
 from duetime.api.encode import encode_cluster_status
 from duetime.cluster.forwarding import CommandAnswer, Forward, Peer
 from duetime.delivery import Attempt
+from duetime.domain.settle import AttemptResult, Contact
 from duetime.domain.status import ClusterStatus, InstanceStatus, MemberStatus
-from duetime.domain.timer import AttemptResult, Contact
 from duetime.errors import Unserved
 from duetime.service.service import Service
 from duetime.store import Member
@@ -28,7 +28,7 @@ class Wires:
         self.instead: dict[str, Callable[[], Awaitable[InstanceStatus]]] = {}
 
     async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
-        return await self.services[peer.address].take(forward)
+        return await self.services[peer.address].forwarded.receive(forward)
 
     async def status(self, peer: Peer) -> InstanceStatus:
         if peer.address in self.instead:

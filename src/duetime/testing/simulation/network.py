@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from duetime.delivery import Attempt
 from duetime.domain.instants import format_instant
-from duetime.domain.timer import AttemptResult, Contact, TimerKey
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import TimerKey
 from duetime.errors import DuetimeError, OutcomeUnknown, StoreError, StoreThrottled, StoreUnavailable
 from duetime.store import Batch, Committed
 from duetime.testing.checker import Callback, Fault, Violation
