@@ -33,10 +33,6 @@ class Deliverer(Protocol):
         """Refuse a target that can never be called, with a ValueError that reads on after the field's name."""
         ...
 
-    def check_headers(self, headers: Mapping[str, str]) -> None:
-        """Refuse headers a timer may not carry, in the same way."""
-        ...
-
     def destination(self, url: str) -> str:
         """What caps and breakers count by: targets with the same destination share its fate."""
         ...
@@ -62,10 +58,6 @@ class Router:
         if deliverer is None:
             raise ValueError(f"must be a URL with one of the schemes {', '.join(sorted(self._by_scheme))}")
         deliverer.check(url)
-
-    def check_headers(self, headers: Mapping[str, str]) -> None:
-        for deliverer in self._by_scheme.values():
-            deliverer.check_headers(headers)
 
     def destination(self, url: str) -> str:
         deliverer = self._of(url)

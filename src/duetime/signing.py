@@ -10,33 +10,18 @@ from __future__ import annotations
 import binascii
 import hmac
 import os
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from duetime.domain.secrets import SECRET_PREFIX, check_secret
 from duetime.errors import SignatureError
 
 __all__ = ["SignatureError", "check_secret", "new_secret", "sign", "verify"]
 
-PREFIX = "whsec_"
-KEY_BYTES_MIN, KEY_BYTES_MAX = 24, 64
-
 
 def new_secret() -> str:
-    return PREFIX + b64encode(os.urandom(32)).decode("ascii")
-
-
-def check_secret(text: str) -> bytes:
-    """The key in a secret. A ValueError reads on after the name of a field, and never shows the secret."""
-    if not text.startswith(PREFIX):
-        raise ValueError(f'must start with "{PREFIX}"')
-    try:
-        key = b64decode(text.removeprefix(PREFIX).encode("ascii"), validate=True)
-    except (binascii.Error, UnicodeEncodeError):
-        raise ValueError(f'must be base64 after "{PREFIX}"') from None
-    if not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
-        raise ValueError(f"must hold {KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes, it holds {len(key)}")
-    return key
+    return SECRET_PREFIX + b64encode(os.urandom(32)).decode("ascii")
 
 
 def sign(delivery_id: str, timestamp_s: int, body: bytes, keys: Sequence[bytes]) -> str:

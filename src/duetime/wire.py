@@ -11,11 +11,11 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from duetime.domain.secrets import SECRETS_MAX
 from duetime.domain.timer import SHARDS_MAX, Outcome, State, Verdict
 from duetime.errors import DuetimeError
 
 URL_BYTES_MAX = 2_048
-SECRETS_MAX = 5
 
 
 # --- parts -------------------------------------------------------------------------------------

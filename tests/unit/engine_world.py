@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from duetime.config import load_config
@@ -37,10 +37,6 @@ class Destinations:
     def check(self, url: str) -> None:
         if not url.startswith("http"):
             raise ValueError("must be a URL")
-
-    def check_headers(self, headers: Mapping[str, str]) -> None:
-        if "forbidden" in headers:
-            raise ValueError("must not set forbidden")
 
     def destination(self, url: str) -> str:
         return url.partition("?")[0]

@@ -7,8 +7,6 @@ may have signed or hashed it, and because numbers would not survive. Creates are
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import math
 import re
@@ -21,12 +19,13 @@ from msgspec import UNSET, Raw, UnsetType
 
 from duetime import wire
 from duetime.config import Limits
+from duetime.domain.headers import check_headers
 from duetime.domain.instants import format_duration, parse_duration, parse_instant
+from duetime.domain.secrets import check_secrets
 from duetime.domain.timer import (
     DAY_MS,
     ID_BYTES_MAX,
     MINUTE_MS,
-    SECRET_PREFIX,
     Missed,
     Namespace,
     NamespaceSpec,
@@ -36,15 +35,12 @@ from duetime.domain.timer import (
     TimerKey,
     TimerPatch,
     TimerSpec,
-    is_redacted_secret,
 )
 from duetime.errors import InvalidField, TooLarge
-from duetime.wire import SECRETS_MAX, URL_BYTES_MAX
+from duetime.wire import URL_BYTES_MAX
 
 TAGS_MAX = 20
 TAG_BYTES_MAX = 64
-HEADERS_MAX = 32
-HEADERS_BYTES_MAX = 8_192
 YEAR_MS = 366 * DAY_MS
 
 S = TypeVar("S")
@@ -86,7 +82,7 @@ def decode_create(body: Body, limits: Limits) -> TimerSpec:
         retry_policy=None if given.retry_policy is None else _retry_policy(given.retry_policy),
         callback_timeout_seconds=given.callback_timeout_seconds,
         correlation_id=None if given.correlation_id is None else checked_id("correlationId", given.correlation_id),
-        headers=checked_headers(given.headers) if given.headers else None,
+        headers=_headers(given.headers) if given.headers else None,
         tags=_tags(given.tags) if given.tags else (),
         missed=None if given.missed is None else _missed(given.missed),
         if_absent=given.if_absent,
@@ -106,7 +102,7 @@ def decode_update(body: Body, limits: Limits) -> tuple[TimerKey, TimerPatch]:
         retry_policy=_if_given(given.retry_policy, _retry_policy),
         callback_timeout_seconds=given.callback_timeout_seconds,
         correlation_id=_if_given(given.correlation_id, lambda text: checked_id("correlationId", text)),
-        headers=_if_given(given.headers, checked_headers),
+        headers=_if_given(given.headers, _headers),
         tags=_if_given(given.tags, _tags),
         missed=_if_given(given.missed, _missed),
     )
@@ -389,74 +385,20 @@ def _tags(tags: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(tags))
 
 
-_HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+", re.ASCII)
-_HEADER_VALUE = re.compile(r"(?:[!-~](?:[ \t!-~]*[!-~])?)?", re.ASCII)
-# Of the connection (hop by hop), of the message's framing, or made by Duetime for every callback.
-_RESERVED_HEADERS = frozenset(
-    {
-        "host",
-        "content-length",
-        "content-type",
-        "content-encoding",
-        "transfer-encoding",
-        "connection",
-        "keep-alive",
-        "te",
-        "trailer",
-        "upgrade",
-        "expect",
-        "proxy-connection",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "accept",
-        "accept-encoding",
-        "user-agent",
-        "idempotency-key",
-        "traceparent",
-    }
-)
-_RESERVED_PREFIXES = ("webhook-", "duetime-")
-
-
-def checked_headers(headers: dict[str, str]) -> dict[str, str]:
-    """Headers that can be sent as they are: nothing in them ends a line, frames a message or poses as Duetime."""
-    if len(headers) > HEADERS_MAX or sum(len(n) + len(v) for n, v in headers.items()) > HEADERS_BYTES_MAX:
-        raise InvalidField("headers", f"headers must be at most {HEADERS_MAX}, with {HEADERS_BYTES_MAX} bytes in all")
-    seen: set[str] = set()
-    for name, value in headers.items():
-        if _HEADER_NAME.fullmatch(name) is None:
-            raise InvalidField("headers", f"headers: {name!r} is not a header name")
-        lower = name.lower()
-        if lower in _RESERVED_HEADERS or lower.startswith(_RESERVED_PREFIXES):
-            raise InvalidField("headers", f"headers: {name} is set by Duetime itself")
-        if lower in seen:
-            raise InvalidField("headers", f"headers: {name} is named twice")
-        seen.add(lower)
-        if _HEADER_VALUE.fullmatch(value) is None:
-            raise InvalidField("headers", f"headers: the value of {name} must be visible ASCII, without line breaks")
+def _headers(headers: dict[str, str]) -> dict[str, str]:
+    try:
+        check_headers(headers)
+    except ValueError as error:
+        raise InvalidField("headers", f"headers {error}") from None
     return headers
 
 
 def _secrets(secrets: list[str]) -> tuple[str, ...]:
-    if len(secrets) > SECRETS_MAX:
-        raise InvalidField("signingSecrets", f"signingSecrets must be at most {SECRETS_MAX}")
-    for secret in secrets:
-        if not is_redacted_secret(secret):
-            _check_secret(secret)
-    return tuple(secrets)
-
-
-def _check_secret(secret: str) -> None:
     try:
-        if not secret.startswith(SECRET_PREFIX):
-            raise ValueError
-        key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
-        if not 24 <= len(key) <= 64:
-            raise ValueError
-    except (ValueError, binascii.Error):
-        raise InvalidField(
-            "signingSecrets", 'signingSecrets must be "whsec_" and the base64 of 24 to 64 random bytes'
-        ) from None
+        check_secrets(secrets)
+    except ValueError as error:
+        raise InvalidField("signingSecrets", f"signingSecrets {error}") from None
+    return tuple(secrets)
 
 
 # --- the payload ---------------------------------------------------------------------------------

@@ -11,19 +11,9 @@ from msgspec import UNSET, Raw, UnsetType
 
 from duetime import wire
 from duetime.domain.instants import format_duration, format_instant
+from duetime.domain.secrets import redacted_secret
 from duetime.domain.status import ClusterStatus, MemberStatus, ShardMap, ShardStatus
-from duetime.domain.timer import (
-    NO_EXTRAS,
-    Created,
-    Extras,
-    Missed,
-    Namespace,
-    RetryPolicy,
-    TimerView,
-    Updated,
-    Verdict,
-    redacted_secret,
-)
+from duetime.domain.timer import NO_EXTRAS, Created, Extras, Missed, Namespace, RetryPolicy, TimerView, Updated, Verdict
 from duetime.errors import DuetimeError
 from duetime.wire import TimerJson
 

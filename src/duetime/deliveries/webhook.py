@@ -7,7 +7,6 @@ once and kept, because millions of timers share a few of them.
 
 from __future__ import annotations
 
-import re
 import ssl
 from collections.abc import Mapping
 from datetime import UTC
@@ -23,6 +22,7 @@ from duetime.clock import Clock
 from duetime.config import Config
 from duetime.deliveries import egress
 from duetime.delivery import Attempt
+from duetime.domain.headers import check_headers, is_header_value
 from duetime.domain.instants import format_instant
 from duetime.domain.settle import ANSWER_BYTES_MAX, AttemptResult, Contact
 from duetime.domain.timer import Namespace, Timer
@@ -31,10 +31,8 @@ from duetime.http.client import Answer, HttpClient
 from duetime.http.urls import Target, parse_target, request_head
 from duetime.telemetry import log
 
-__all__ = ["Webhook", "check_headers"]
+__all__ = ["Webhook"]
 
-HEADERS_MAX = 32
-HEADER_BYTES_MAX = 8 * 1024
 # Entries of each of the caches below; a full one starts over, which costs less than keeping an order.
 _CACHED_MAX = 4_096
 
@@ -42,59 +40,6 @@ _NOT_SENT = AttemptResult(Contact.NOT_SENT)
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-# --- the headers a user may ask for --------------------------------------------------------------
-
-_OUR_HEADERS = frozenset(
-    {"host", "content-length", "content-type", "accept-encoding", "user-agent", "idempotency-key", "traceparent"}
-)
-_CONNECTION_HEADERS = frozenset(
-    {"connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
-    | {"transfer-encoding", "content-encoding", "upgrade", "expect", "http2-settings"}
-)
-_OUR_PREFIXES = ("webhook-", "duetime-")
-_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}", re.ASCII)
-_VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?", re.ASCII)
-
-
-def check_headers(headers: Mapping[str, str]) -> None:
-    """Refuse headers that could not be sent as they are, with a ValueError that reads on after the field's name."""
-    if len(headers) > HEADERS_MAX:
-        raise ValueError(f"must have at most {HEADERS_MAX} headers")
-    if sum(len(name) + len(value) + 4 for name, value in headers.items()) > HEADER_BYTES_MAX:
-        raise ValueError(f"must have at most {HEADER_BYTES_MAX // 1024} KiB together")
-    seen: set[str] = set()
-    for name, value in headers.items():
-        if _NAME.fullmatch(name) is None:
-            raise ValueError(f"has the name {_shown(name)}, which is not one of a header")
-        lower = name.lower()
-        if lower in _CONNECTION_HEADERS:
-            raise ValueError(f'must not have "{name}", which belongs to the connection')
-        if _is_ours(lower):
-            raise ValueError(f'must not have "{name}", which Duetime sets itself')
-        if _VALUE.fullmatch(value) is None:
-            raise ValueError(f'must have a value of visible ASCII for "{name}", without spaces around it')
-        if lower in seen:
-            raise ValueError(f'has "{name}" twice')
-        seen.add(lower)
-
-
-def _is_ours(lower_name: str) -> bool:
-    return lower_name in _OUR_HEADERS or lower_name.startswith(_OUR_PREFIXES)
-
-
-def _lines(headers: Mapping[str, str]) -> str:
-    """They were checked when the timer was created; rows can be older than the rules, so what breaks them stays out."""
-    try:
-        check_headers(headers)
-    except ValueError:
-        return ""
-    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-
-
-def _shown(text: str) -> str:
-    return ascii(text if len(text) <= 40 else text[:40] + "…")
-
 
 # --- the deliverer -------------------------------------------------------------------------------
 
@@ -128,7 +73,7 @@ class Webhook:
             "content-type": "application/json",
             "user-agent": f"{delivery.user_agent}/{__version__}",
         }
-        if _VALUE.fullmatch(self._our_headers["user-agent"]) is None:
+        if not is_header_value(self._our_headers["user-agent"]):
             raise SetupError("configuration: delivery.user_agent must be visible ASCII")
         self._known: dict[str, _Known | str] = {}
         self._keys: dict[tuple[str, ...], tuple[bytes, ...]] = {}
@@ -138,9 +83,6 @@ class Webhook:
         known = self._known.get(url) or self._learn(url)
         if isinstance(known, str):
             raise ValueError(known)
-
-    def check_headers(self, headers: Mapping[str, str]) -> None:
-        check_headers(headers)
 
     def destination(self, url: str) -> str:
         known = self._known.get(url) or self._learn(url)
@@ -202,7 +144,7 @@ class Webhook:
             signature = signing.sign(delivery_id, timestamp_s, body, self._signing_keys(namespace))
             optional = f"webhook-signature: {signature}\r\n"
         if timer.extras.headers:
-            optional += _lines(timer.extras.headers)
+            optional += _header_lines(timer.extras.headers)
         text = (
             f"{head}webhook-id: {delivery_id}\r\nwebhook-timestamp: {timestamp_s}\r\nidempotency-key: {delivery_id}\r\n"
             f"traceparent: {_traceparent(delivery_id, timer.attempts + 1)}\r\nduetime-fence: {attempt.fence}\r\n"
@@ -252,6 +194,15 @@ def _keep(cache: dict[K, V], key: K, value: V) -> None:
     if len(cache) >= _CACHED_MAX:
         cache.clear()
     cache[key] = value
+
+
+def _header_lines(headers: Mapping[str, str]) -> str:
+    """Headers were checked when the timer was created. Rows may be older than a rule: then all are left out."""
+    try:
+        check_headers(headers)
+    except ValueError:
+        return ""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
 
 
 def _body(timer: Timer, fired_at_ms: int) -> bytes:

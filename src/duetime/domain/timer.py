@@ -230,37 +230,6 @@ class Namespace(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="c
         return self.failed_retention_ms if outcome is Outcome.FAILED else self.delivered_retention_ms
 
 
-SECRET_PREFIX = "whsec_"  # noqa: S105 (a prefix, not a password)
-_REDACTED = (SECRET_PREFIX + "…", SECRET_PREFIX + "...")
-
-
-def redacted_secret(secret: str) -> str:
-    """A signing secret as it may be shown: enough to tell it from its neighbours, not enough to sign."""
-    return f"{SECRET_PREFIX}…{secret[-4:]}"
-
-
-def is_redacted_secret(text: str) -> bool:
-    return text.startswith(_REDACTED)
-
-
-def kept_secrets(given: tuple[str, ...], stored: tuple[str, ...]) -> tuple[str, ...]:
-    """The secrets an update asks for: a redacted one stands for the stored secret it is shown for.
-
-    So a namespace can be read, changed and sent back, and a secret rotated without knowing the old one.
-    Raises ValueError with a message that reads on after the field's name.
-    """
-    secrets: list[str] = []
-    for secret in given:
-        if is_redacted_secret(secret):
-            matching = [known for known in stored if redacted_secret(known)[-4:] == secret[-4:]]
-            if len(matching) != 1:
-                raise ValueError(f"has {secret!r}, which stands for {len(matching)} of the stored secrets, not for one")
-            secret = matching[0]
-        if secret not in secrets:
-            secrets.append(secret)
-    return tuple(secrets)
-
-
 # --- what a user asks for ------------------------------------------------------------------------
 
 

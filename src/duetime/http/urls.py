@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from ipaddress import IPv6Address
-from typing import Final
 
 from msgspec import Struct
 
-__all__ = ["Target", "parse_target", "request_head"]
+from duetime.wire import URL_BYTES_MAX
 
-URL_BYTES_MAX: Final = 2048
+__all__ = ["Target", "parse_target", "request_head"]
 
 
 class Target(Struct, frozen=True, gc=False):

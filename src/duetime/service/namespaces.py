@@ -9,7 +9,8 @@ import msgspec
 from msgspec import UNSET
 
 from duetime.config import Config
-from duetime.domain.timer import BEFORE_ALL, ID_BYTES_MAX, Namespace, NamespaceSpec, Position, kept_secrets
+from duetime.domain.secrets import kept_secrets
+from duetime.domain.timer import BEFORE_ALL, ID_BYTES_MAX, Namespace, NamespaceSpec, Position
 from duetime.engine.engine import Engine
 from duetime.engine.namespaces import DEFAULT_NAMESPACE, FRESH_FOR_MS
 from duetime.errors import Conflict, DuetimeError, InvalidField, NotFound, SetupError, StoreError

@@ -41,9 +41,6 @@ from duetime.domain.timer import (
     Timer,
     TimerFilter,
     TimerSpec,
-    is_redacted_secret,
-    kept_secrets,
-    redacted_secret,
     shard_of,
     uuid_hex,
     uuid_of,
@@ -480,26 +477,6 @@ class TestReached:
 
     def test_rows_are_ordered_by_when_they_may_go(self) -> None:
         assert cancelled(TIMER, NAMESPACE, NOW_MS).position.execute_at_ms == NOW_MS + DAY_MS
-
-
-class TestSecrets:
-    def test_a_redacted_secret_stands_for_the_stored_one(self) -> None:
-        stored = ("whsec_aaaa1111", "whsec_bbbb2222")
-        shown = redacted_secret(stored[0])
-        assert is_redacted_secret(shown)
-        assert "aaaa" not in shown
-        assert kept_secrets((shown, "whsec_new"), stored) == ("whsec_aaaa1111", "whsec_new")
-
-    def test_a_redacted_secret_that_stands_for_none_or_two_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="stands for 0"):
-            kept_secrets(("whsec_…9999",), ("whsec_aaaa1111",))
-        with pytest.raises(ValueError, match="stands for 2"):
-            kept_secrets(("whsec_…1111",), ("whsec_aaaa1111", "whsec_bbbb1111"))
-
-    def test_a_secret_given_twice_is_kept_once(self) -> None:
-        stored = ("whsec_aaaa1111",)
-        assert kept_secrets(("whsec_new", "whsec_new"), stored) == ("whsec_new",)
-        assert kept_secrets((redacted_secret(stored[0]), stored[0]), stored) == stored
 
 
 class TestErrors:

@@ -55,7 +55,7 @@ def spec_at(execute_at_ms: int, **fields: Any) -> TimerSpec:
 
 REFUSED = [
     ({"callback_url": "ftp://shop.test"}, "callbackUrl", "callbackUrl must be a URL"),
-    ({"headers": {"forbidden": "1"}}, "headers", "headers must not set forbidden"),
+    ({"headers": {"Host": "x"}}, "headers", 'headers must not have "Host", which is reserved for Duetime'),
 ]
 
 

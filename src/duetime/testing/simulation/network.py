@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["FORBIDDEN_HEADERS", "FORBIDDEN_URL", "Cut", "SimDeliverer", "SimStore", "name_in_history", "value_of"]
 
 FORBIDDEN_URL = "http://forbidden"
-FORBIDDEN_HEADERS = {"forbidden": "yes"}
+FORBIDDEN_HEADERS = {"host": "another"}
 
 _WRITES = frozenset({"commit", "claim", "release", "purge_reached", "join", "heartbeat", "mark_dead", "put_namespace"})
 
@@ -206,10 +206,6 @@ class SimDeliverer:
     def check(self, url: str) -> None:
         if url == FORBIDDEN_URL:
             raise ValueError("is forbidden")
-
-    def check_headers(self, headers: Mapping[str, str]) -> None:
-        if headers == FORBIDDEN_HEADERS:
-            raise ValueError("are forbidden")
 
     async def close(self) -> None: ...
 
