@@ -12,6 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from duetime import wire
 from duetime.api.auth import check_binding, is_loopback, split_listen
 from duetime.api.dispatch import Api
 from duetime.api.routes import PREFIX, ROUTES
@@ -554,3 +555,20 @@ async def test_the_api_runs_on_our_server(world: World) -> None:
     await server.close(1_000)
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b'"timerId":"a"' in answer
+
+
+@pytest.mark.parametrize(
+    ("status", "shape", "encoded_otherwise"),
+    [
+        (ClusterStatus, wire.ClusterStatusJson, set()),
+        (MemberStatus, wire.MemberJson, {"self_", "joined_at_ms", "status"}),
+        (InstanceStatus, wire.MemberJson, set()),
+        (ShardStatus, wire.ShardJson, {"horizon_ms"}),
+        (ShardCounts, wire.ShardCountsJson, set()),
+        (HeldFor, wire.HeldForJson, set()),
+    ],
+)
+def test_every_field_of_a_status_is_in_the_answer(
+    status: type[msgspec.Struct], shape: type[msgspec.Struct], encoded_otherwise: set[str]
+) -> None:
+    assert set(status.__struct_fields__) - set(shape.__struct_fields__) == encoded_otherwise
