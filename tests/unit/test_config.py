@@ -75,7 +75,7 @@ class TestUnknownKeys:
     def test_in_a_file_are_named_with_the_file_and_the_section(self, tmp_path: Path) -> None:
         message = refusal("[store]\nurll = 1", tmp_path)
         assert str(tmp_path / "duetime.toml") in message
-        assert "unknown key store.urll; known are url" in message
+        assert "unknown key store.urll; the keys are url" in message
 
     def test_sections_are_named(self, tmp_path: Path) -> None:
         assert "unknown section [stoer]" in refusal("[stoer]\nurl = 1", tmp_path)
@@ -122,7 +122,7 @@ class TestUnknownVariables:
 
     def test_one_that_resembles_nothing_is_a_warning_without_a_suggestion(self) -> None:
         assert warnings({"DUETIME_QQQ": "x"}) == (
-            "unknown environment variable DUETIME_QQQ is ignored: `duetime config show --env` lists the known ones",
+            "unknown environment variable DUETIME_QQQ is ignored: `duetime config show --env` lists all variables",
         )
 
     def test_each_has_a_warning(self) -> None:

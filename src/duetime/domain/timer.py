@@ -1,7 +1,6 @@
-"""The vocabulary: timers, namespaces, retry policies, and what becomes of a timer after an attempt.
+"""The types: timers, namespaces, retry policies, and what users ask for and get. Pure.
 
-Pure: no I/O, no clock, no randomness; time and jitter come in as values. Times are whole milliseconds
-since 1970 in UTC, durations whole milliseconds, and names end in their unit.
+Times are whole milliseconds since 1970 in UTC, durations whole milliseconds, and names end in their unit.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ DAY_MS = 24 * HOUR_MS
 SHARDS_MAX = 16_384
 ID_BYTES_MAX = 255
 
-# The format of the rows this version writes. A row of a later format is never rewritten by this one.
+# The format of the rows that this version writes. It never rewrites a row of a later format.
 ROW_FORMAT = 1
 
 
@@ -31,14 +30,14 @@ ROW_FORMAT = 1
 
 
 class TimerKey(NamedTuple):
-    """What a user calls a timer."""
+    """The name of a timer: what users identify it by."""
 
     namespace: str
     timer_id: str
 
 
 class Position(NamedTuple):
-    """Where a timer stands in its shard: the order in which timers are stored, loaded and listed."""
+    """The position of a timer in its shard: the order in which timers are stored, loaded and listed."""
 
     execute_at_ms: int
     uuid_high: int
@@ -56,9 +55,9 @@ def shard_of(timer_id: str, num_shards: int) -> int:
 
 
 def uuid_of(namespace: str, *parts: str) -> tuple[int, int]:
-    """128 bits of BLAKE2b as two signed halves, so that every database and Python order them alike.
+    """128 bits of BLAKE2b as two signed halves, so that every database and Python sort them in the same order.
 
-    Every part but the last is length-prefixed: ("a:b", "c") and ("a", "b:c") must differ.
+    Every part but the last is prefixed with its length, so that ("a:b", "c") and ("a", "b:c") differ.
     """
     digest = blake2b(digest_size=16)
     last = namespace
@@ -75,7 +74,7 @@ def uuid_hex(high: int, low: int) -> str:
     return _two_signed_longs.pack(high, low).hex()
 
 
-# --- what a timer is -----------------------------------------------------------------------------
+# --- timers --------------------------------------------------------------------------------------
 
 
 class RetryPolicy(Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True, rename="camel"):
@@ -89,14 +88,14 @@ class RetryPolicy(Struct, frozen=True, gc=False, omit_defaults=True, kw_only=Tru
 
 
 class Missed(Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True, rename="camel"):
-    """What to do with a timer that could not be fired in time. Neither set: fire it however late."""
+    """What to do with a timer that could not be fired in time. Neither is set: fire it, however late."""
 
     skip_if_late_by_ms: int | None = None
     fail_if_late_by_ms: int | None = None
 
 
 class Extras(Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
-    """The rarer part of a timer: one JSON column. Short names, because they are stored by the million."""
+    """The rarely used part of a timer: one JSON column. Its names are short because millions of them are stored."""
 
     headers: dict[str, str] | None = msgspec.field(default=None, name="h")
     tags: tuple[str, ...] = msgspec.field(default=(), name="t")
@@ -106,11 +105,11 @@ class Extras(Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     last_attempt_at_ms: int | None = msgspec.field(default=None, name="l")
     late_by_ms: int | None = msgspec.field(default=None, name="b")
     last_error: str | None = msgspec.field(default=None, name="e")
-    # What a later version adds goes in here: this one does not understand it, and hands it on (ADR 11).
+    # Fields that a later version adds are stored here. This version does not know them, and keeps them (ADR 11).
     later: dict[str, Any] | None = msgspec.field(default=None, name="x")
 
     def asked_for(self, occurrence: int = 0) -> Extras:
-        """Only what the user has asked for: nothing was attempted yet."""
+        """Only what the user has asked for, without anything about attempts."""
         return Extras(headers=self.headers, tags=self.tags, missed=self.missed, occurrence=occurrence, later=self.later)
 
 
@@ -118,7 +117,7 @@ NO_EXTRAS = Extras()
 
 
 class Timer(Struct, frozen=True, gc=False, kw_only=True):
-    """One future callback. `execute_at_ms` is the next try, `scheduled_at_ms` the time that was asked for."""
+    """One future callback. `execute_at_ms` is the time of the next attempt, `scheduled_at_ms` the requested time."""
 
     namespace: str
     timer_id: str
@@ -130,7 +129,7 @@ class Timer(Struct, frozen=True, gc=False, kw_only=True):
     created_at_ms: int
     callback_url: str
     attempts: int = 0
-    payload: str | None = None  # JSON text, byte for byte as it came
+    payload: str | None = None  # JSON text, byte for byte as it was received
     retry_policy: RetryPolicy | None = None  # None: the namespace's
     callback_timeout_seconds: int | None = None  # None: the namespace's
     correlation_id: str | None = None
@@ -146,7 +145,7 @@ class Timer(Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def delivery_id(self) -> str:
-        """Stable over retries, new for a new generation or occurrence: what receivers deduplicate by."""
+        """The same for all attempts of one generation and occurrence: receivers use it to find duplicates."""
         return f"{uuid_hex(self.uuid_high, self.uuid_low)}.{self.generation:x}.{self.extras.occurrence}"
 
 
@@ -160,7 +159,7 @@ class Outcome(enum.StrEnum):
 
 
 class Reached(Struct, frozen=True, gc=False, kw_only=True, rename={"outcome": "ending"}):
-    """A timer that is over, kept for the retention. `timer` is how it stood at its end."""
+    """A timer that is over, kept for the retention. `timer` has its last values."""
 
     timer: Timer
     outcome: Outcome
@@ -169,9 +168,9 @@ class Reached(Struct, frozen=True, gc=False, kw_only=True, rename={"outcome": "e
 
     @property
     def position(self) -> Position:
-        """Reached rows are ordered by when they may go, so that a retention is one range delete.
+        """Reached rows are ordered by the time they are purged, so that a purge is one range delete.
 
-        The uuid is that of the occurrence: one timer may end many times in a millisecond.
+        The uuid is that of the occurrence: one timer may be reached many times in a millisecond.
         """
         t = self.timer
         high, low = uuid_of(t.namespace, t.timer_id, f"{t.generation}.{t.extras.occurrence}")
@@ -179,7 +178,7 @@ class Reached(Struct, frozen=True, gc=False, kw_only=True, rename={"outcome": "e
 
 
 class State(enum.StrEnum):
-    """What a user sees of a timer."""
+    """The state of a timer, as users see it."""
 
     SCHEDULED = "scheduled"
     IN_FLIGHT = "inFlight"
@@ -190,7 +189,7 @@ class State(enum.StrEnum):
 
 
 class TimerView(Struct, frozen=True, gc=False):
-    """A timer and the state it is in: what get, list, create and update answer with."""
+    """A timer and its state: the answer of get, list, create and update."""
 
     timer: Timer
     state: State
@@ -198,7 +197,7 @@ class TimerView(Struct, frozen=True, gc=False):
 
 
 class Verdict(enum.StrEnum):
-    """What an update or a delete met."""
+    """The state in which an update or a delete found the timer."""
 
     UPDATED = "updated"
     CANCELLED = "cancelled"
@@ -207,15 +206,15 @@ class Verdict(enum.StrEnum):
 
 
 class Namespace(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="camel"):
-    """Scope of timer ids, and the defaults of its timers. `num_shards` never changes, not even by
-    deleting the namespace and making it again."""
+    """A scope of timer ids, and the defaults of its timers. `num_shards` never changes, not even if the namespace is
+    deleted and created again."""
 
     name: str
     num_shards: int
     created_at_ms: int
     revision: int = 0
     deleted: bool = False
-    deleting: bool = False  # about to be deleted if it is empty: no timer is created in it meanwhile
+    deleting: bool = False  # is being deleted, if it has no timers: no timer is created in it meanwhile
     callback_url: str | None = None
     retry_policy: RetryPolicy = RetryPolicy()
     callback_timeout_seconds: int = 10
@@ -230,11 +229,11 @@ class Namespace(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="c
         return self.failed_retention_ms if outcome is Outcome.FAILED else self.delivered_retention_ms
 
 
-# --- what a user asks for ------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------
 
 
 class TimerSpec(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """A create: everything about a timer that its user decides. Exactly one of `execute_at_ms`, `delay_ms`."""
+    """A create: everything about a timer that the user decides. Exactly one of `execute_at_ms` and `delay_ms`."""
 
     namespace: str
     timer_id: str
@@ -252,7 +251,7 @@ class TimerSpec(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True)
 
 
 class TimerPatch(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """An update: UNSET keeps what is stored, None sets back to the default."""
+    """An update: UNSET keeps the stored value, None sets the default."""
 
     execute_at_ms: int | UnsetType = UNSET
     delay_ms: int | UnsetType = UNSET
@@ -293,13 +292,13 @@ class NamespaceSpec(Struct, frozen=True, kw_only=True):
     signing_secrets: tuple[str, ...] | UnsetType = UNSET
 
 
-# --- what a user is answered ---------------------------------------------------------------------
+# --- answers -------------------------------------------------------------------------------------
 
 
 class Created(Struct, frozen=True, gc=False):
     view: TimerView
-    replaced: bool | None  # None: not known; it is stored, but the answer of the store was lost
-    existed: bool = False  # `ifAbsent` found it: nothing was created
+    replaced: bool | None  # None: unknown; the timer is stored, but the answer of the store was lost
+    existed: bool = False  # `ifAbsent` found the timer: nothing was created
 
 
 class Updated(Struct, frozen=True, gc=False):

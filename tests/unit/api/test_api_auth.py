@@ -55,7 +55,7 @@ def test_a_good_token_in_another_form_and_a_bad_one_are_refused(header: str) -> 
 def test_a_missing_header_is_refused_also_after_a_good_one() -> None:
     door = gate(token("root"))
     door.caller(request(authorization="Bearer root"))
-    with pytest.raises(Unauthenticated, match="wants a token"):
+    with pytest.raises(Unauthenticated, match="requires a token"):
         door.caller(request())
 
 
@@ -98,7 +98,7 @@ def test_a_token_has_its_verbs_and_none_means_all(verbs: tuple[str, ...], may: s
         if verb in may:
             caller.require_verb(verb)
         else:
-            with pytest.raises(Forbidden, match=f"'t' lacks the verb '{verb}'"):
+            with pytest.raises(Forbidden, match=f"'t' does not have the verb '{verb}'"):
                 caller.require_verb(verb)
 
 
@@ -106,7 +106,7 @@ def test_a_token_has_its_namespaces_and_none_means_all() -> None:
     one: Caller = gate(token("t", namespaces=("orders",))).caller(request(authorization="Bearer t"))
     one.require_namespace("orders")
     assert (one.may_see("orders"), one.may_see("default"), one.may_see("")) == (True, False, False)
-    with pytest.raises(Forbidden, match="not for the namespace 'default'"):
+    with pytest.raises(Forbidden, match="does not allow the namespace 'default'"):
         one.require_namespace("default")
     every = gate(token("t")).caller(request(authorization="Bearer t"))
     every.require_namespace("default")
@@ -135,7 +135,7 @@ def test_an_open_server_serves_only_pages_of_its_own_at_loopback(origin: str, ho
     if passes:
         assert gate().caller(request(origin=origin, host=host)) is ANYONE
     else:
-        with pytest.raises(Forbidden, match="other sites"):
+        with pytest.raises(Forbidden, match="other web sites"):
             gate().caller(request(origin=origin, host=host))
 
 
@@ -148,7 +148,7 @@ def test_a_server_with_tokens_serves_pages_of_its_own_wherever_it_is(origin: str
     if passes:
         assert door.caller(asked).name == "root"
     else:
-        with pytest.raises(Forbidden, match="other sites"):
+        with pytest.raises(Forbidden, match="other web sites"):
             door.caller(asked)
 
 

@@ -186,7 +186,7 @@ async def test_nobody_there_means_not_applied(owner: Commands, peers: PeerClient
 async def test_a_successor_on_the_same_address_refuses(owner: Commands, peers: PeerClient) -> None:
     before = owner.as_peer()
     owner.name = "c"
-    with pytest.raises(NotOwner, match="this is instance c, not b"):
+    with pytest.raises(NotOwner, match="is for instance b, this is instance c"):
         await peers.forward(before, create("t1"))
     with pytest.raises(Unserved, match="this is instance c"):
         await peers.status(before)
@@ -333,7 +333,7 @@ async def test_an_order_that_a_peer_took_before_it_joined_again_is_unknown(owner
     while owner.requests < 2:
         await asyncio.sleep(0.001)
     owner.join_again("c")
-    with pytest.raises(OutcomeUnknown, match="this is instance c, not b"):
+    with pytest.raises(OutcomeUnknown, match="is for instance b, this is instance c"):
         await slow
     assert owner.got == ["slow"]
 
@@ -403,7 +403,7 @@ async def test_an_order_whose_kept_connection_breaks_is_not_sent_on_another(peer
     async with serving(one_answer) as server:
         peer = Peer("b", f"127.0.0.1:{server.port}", "the secret")
         await peers.forward(peer, delete("t1"))
-        with pytest.raises(OutcomeUnknown, match="broke before the answer"):
+        with pytest.raises(OutcomeUnknown, match="closed before the answer"):
             await peers.forward(peer, delete("t2"))
     assert (len(server.requests), server.connections) == (2, 2)
 
@@ -445,9 +445,9 @@ async def test_a_refused_request_is_logged_on_both_sides_with_both_ids_and_not_a
             await peers.forward(peer, create(f"t{number}"))
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warned == [
-        "refused a request from instance 'a' to instance 'b': not signed with this instance's secret",
+        "refused a request from instance 'a' to instance 'b': the request is not signed with this instance's secret",
         f"requests of this instance (a) to instance b at 127.0.0.1:{owner.port} fail: "
-        "HTTP 401: not signed with this instance's secret",
+        "HTTP 401: the request is not signed with this instance's secret",
     ]
     caplog.clear()
     owner.secret = peer.secret
@@ -455,7 +455,7 @@ async def test_a_refused_request_is_logged_on_both_sides_with_both_ids_and_not_a
         await peers.forward(owner.as_peer(), create("t9"))
         await peers.forward(owner.as_peer(), create("t10"))
     assert [record.getMessage() for record in caplog.records] == [
-        f"instance b at 127.0.0.1:{owner.port} answers requests again"
+        f"instance b at 127.0.0.1:{owner.port} accepts requests again"
     ]
 
 

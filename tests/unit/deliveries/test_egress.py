@@ -306,7 +306,7 @@ async def test_a_refusal_replaces_what_was_known_at_once() -> None:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ([], "it has no address"),
+        ([], "the name has no address"),
         (OSError("the line is cut"), "the line is cut"),
         (socket.gaierror(socket.EAI_AGAIN, "Try again"), "^\\[Errno -2\\] Try again$"),
     ],

@@ -524,7 +524,7 @@ async def test_allowed_networks_and_loopback_are_let_through() -> None:
 async def test_what_is_known_of_urls_is_bounded(webhook: Webhook) -> None:
     for number in range(10_000):
         webhook.check(f"https://shop.example/{number}")
-    assert len(webhook._known) <= 4_096
+    assert len(webhook._parsed) <= 4_096
 
 
 @pytest.mark.parametrize(

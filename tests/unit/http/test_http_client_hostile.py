@@ -414,7 +414,7 @@ async def test_a_connection_closed_in_the_middle_of_the_answer_is_an_error_and_n
     async with serving(handler) as server:
         await post(client, server)
         error = await failure(client, server)
-        assert error.reason == "connection closed in the middle of the answer"
+        assert error.reason == "connection closed during the answer"
         assert len(server.requests) == 2
 
 

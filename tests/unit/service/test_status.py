@@ -191,7 +191,7 @@ def test_a_member_of_another_version_whose_answer_cannot_be_read_harms_nobody() 
             return msgspec.msgpack.decode(msgspec.msgpack.encode({"v": 9}), type=InstanceStatus)
 
         cluster.wires.instead["b"] = other_words
-        assert "cannot be read" in (at(await cluster.ask(), "b").unreachable or "")
+        assert "cannot be decoded" in (at(await cluster.ask(), "b").unreachable or "")
 
     in_cluster("ab", story)
 
