@@ -187,7 +187,7 @@ def test_what_is_wrong_is_refused_with_its_field_named(fields: dict[str, Any], f
         ({"retryPolicy": {"backoffMultiplier": 0}}, "retryPolicy.backoffMultiplier must be a number of at least 1"),
     ],
 )
-def test_a_wrong_type_is_told_in_the_words_of_json(fields: dict[str, Any], detail: str) -> None:
+def test_a_wrong_type_is_named_as_in_json(fields: dict[str, Any], detail: str) -> None:
     assert refusal(create(**fields)).detail == detail
 
 
@@ -345,7 +345,7 @@ def test_a_wrong_update_is_refused_with_its_field_named(fields: dict[str, Any], 
     assert caught.value.field == field
 
 
-def test_a_batch_is_split_into_items_that_are_not_looked_at_yet() -> None:
+def test_a_batch_is_split_into_items_that_are_not_decoded_yet() -> None:
     items = decode.decode_timers(b'{"timers":[{"timerId":"a"},17]}', LIMITS)
     assert [bytes(item) for item in items] == [b'{"timerId":"a"}', b"17"]
     with pytest.raises(InvalidField, match="at most 3 items"):

@@ -236,14 +236,14 @@ async def test_every_route_answers_its_own_example_in_its_own_shape(world: World
     msgspec.json.decode(response.body, type=route.answer)
 
 
-async def test_the_service_is_asked_what_the_request_says(world: World) -> None:
+async def test_the_service_is_called_with_the_decoded_request(world: World) -> None:
     await world.ask("timers/get", {"timerId": "a"})
     await world.ask("timers/fireNow", {"namespace": "n", "timerId": "b"})
     await world.ask("namespaces/delete", {"namespace": "n"})
     assert world.service.asked == [TimerKey("default", "a"), TimerKey("n", "b"), "n"]
 
 
-async def test_one_bad_item_does_not_hurt_the_others(world: World) -> None:
+async def test_one_wrong_item_does_not_affect_the_others(world: World) -> None:
     items = [{"timerId": "a", "delay": "1s"}, {"timerId": "b"}, 17, {"timerId": "c", "delay": "1s"}]
     _, answer = await world.ask("timers/createMany", {"timers": items})
     results = answer["results"]
@@ -291,9 +291,9 @@ async def test_the_status_shows_each_member_and_lists_shards_if_asked_to(world: 
 
 async def test_destinations_are_named_only_to_those_who_may_see_every_namespace() -> None:
     world = World(token("all"), token("some", namespaces=("orders",)))
-    for name, told in (("all", True), ("some", False)):
+    for name, shown in (("all", True), ("some", False)):
         _, status = await world.ask("cluster/status", bearer=name)
-        assert ("heldFor" in status["members"][0]) is told
+        assert ("heldFor" in status["members"][0]) is shown
         assert status["held"] == 4
 
 
@@ -315,7 +315,7 @@ async def test_a_batch_over_the_limit_is_refused_whole(world: World) -> None:
         ("GET", "/api/v1/timers/create/", 404, None),
     ],
 )
-async def test_wrong_paths_and_methods_are_told_apart(
+async def test_wrong_paths_and_methods_have_distinct_errors(
     world: World, method: str, path: str, status: int, allow: str | None
 ) -> None:
     response, answer = await world.ask(path, method=method)
@@ -335,7 +335,7 @@ async def test_wrong_paths_and_methods_are_told_apart(
         ("multipart/form-data; boundary=x", 415),
     ],
 )
-async def test_only_json_is_taken(world: World, content_type: str, status: int) -> None:
+async def test_only_json_is_accepted(world: World, content_type: str, status: int) -> None:
     response, _ = await world.ask("timers/get", {"timerId": "a"}, content_type=content_type)
     assert response.status == status
 

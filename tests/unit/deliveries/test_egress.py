@@ -100,7 +100,7 @@ def test_a_network_that_is_none_is_named(text: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["example.com", "1.2.3.4.5", "a1", "0xg", "256.0.0.1", "1.2.3.4x", "xn--bcher-kva.de"])
-def test_names_are_not_taken_for_addresses(host: str) -> None:
+def test_names_are_not_mistaken_for_addresses(host: str) -> None:
     assert literal_address(host) is None
 
 
@@ -227,7 +227,7 @@ async def test_the_cache_is_bounded() -> None:
 def test_answers_age_by_the_defaults() -> None:
     """Used as they are for 30 s, then once more while a lookup runs beside, after 300 s not at all."""
 
-    async def story(_: VirtualClock) -> None:
+    async def scenario(_: VirtualClock) -> None:
         names = Names(["8.8.8.8"], ["8.8.4.4"], ["1.1.1.1"])
         resolver = Resolver(lookup=names)
         assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
@@ -250,11 +250,11 @@ def test_answers_age_by_the_defaults() -> None:
         assert tuple(await waiting) == ("1.1.1.1",)
         assert names.asked == 3
 
-    run_virtual(story)
+    run_virtual(scenario)
 
 
 def test_a_name_that_failed_or_was_refused_is_asked_for_again_later() -> None:
-    async def story(_: VirtualClock) -> None:
+    async def scenario(_: VirtualClock) -> None:
         names = Names(NO_SUCH_NAME, ["8.8.8.8"])
         resolver = Resolver(lookup=names)
         for pause_s, asked in ((0, 1), (1.9995, 1)):
@@ -274,11 +274,11 @@ def test_a_name_that_failed_or_was_refused_is_asked_for_again_later() -> None:
         await settled(resolver)
         assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
 
-    run_virtual(story)
+    run_virtual(scenario)
 
 
 def test_what_was_known_outlives_a_failing_dns_for_300_seconds_and_no_longer() -> None:
-    async def story(_: VirtualClock) -> None:
+    async def scenario(_: VirtualClock) -> None:
         names = Names(["8.8.8.8"], NO_SUCH_NAME)
         resolver = Resolver(lookup=names)
         await resolver("a.example", 80)
@@ -291,7 +291,7 @@ def test_what_was_known_outlives_a_failing_dns_for_300_seconds_and_no_longer() -
                 await resolver("a.example", 80)
         assert names.asked == 3  # the failure was remembered
 
-    run_virtual(story)
+    run_virtual(scenario)
 
 
 async def test_a_refusal_replaces_what_was_known_at_once() -> None:

@@ -496,7 +496,7 @@ async def test_targets_of_one_origin_are_one_destination(webhook: Webhook, url: 
         assert webhook.destination(url) == destination
 
 
-async def test_check_says_what_is_wrong_each_time() -> None:
+async def test_check_raises_what_is_wrong_each_time() -> None:
     async with webhooks(allow_http=False, loopback=False) as webhook:
         webhook.check("https://shop.example/")
         for _ in range(2):

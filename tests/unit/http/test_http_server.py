@@ -108,7 +108,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
     async def handler(request: Request) -> Response:
         running.append(request.path)
         assert len(running) == 1
-        # The first ones take longest: without an order they would overtake each other.
+        # The first ones take longest: without ordering, later answers would be sent first.
         for _ in range(50 - int(request.path[1:])):
             await asyncio.sleep(0)
         running.remove(request.path)
@@ -302,7 +302,7 @@ async def test_a_handler_that_fails_is_a_500_and_logged(caplog: pytest.LogCaptur
     assert "a defect" in caplog.text
 
 
-async def test_a_client_that_goes_away_does_not_stop_its_request() -> None:
+async def test_a_client_that_disconnects_does_not_stop_its_request() -> None:
     started, go_on, finished = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def handler(request: Request) -> Response:
@@ -364,7 +364,7 @@ async def test_a_client_that_does_not_read_stops_being_served() -> None:
     assert handled == 200
 
 
-async def test_more_connections_than_allowed_are_told_so() -> None:
+async def test_more_connections_than_allowed_get_an_error() -> None:
     async with serving(connections_max=1) as server, connected(server) as (reader, writer):
         writer.write(post(b"first"))
         assert (await read_answer(reader))[0] == 200
@@ -375,7 +375,7 @@ async def test_more_connections_than_allowed_are_told_so() -> None:
         assert (await read_answer(reader))[0] == 200
 
 
-async def test_an_idle_connection_is_closed_and_a_slow_request_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_is_closed_and_a_slow_request_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SWEEP_SECONDS", 0.01)
     async with serving(idle_timeout_ms=50) as server:
         async with connected(server) as (reader, _):
@@ -424,7 +424,7 @@ async def test_closing_lets_running_requests_finish_and_closes_idle_connections(
         assert not server.connections
 
 
-async def test_closing_does_not_wait_longer_than_told() -> None:
+async def test_closing_does_not_wait_longer_than_the_drain_time() -> None:
     started = asyncio.Event()
 
     async def handler(request: Request) -> Response:
