@@ -64,7 +64,7 @@ _ENGINE = (
     *_unit("engine", "shard", "fire_loop", "look_ahead", "group_commit_alone", "moves", "namespaces"),
     *_unit("engine", "unexpected_errors", "engine_rare", "cases_engine", "group_commit", "flow", "recovery", "engine"),
     *_unit("cluster", "cluster_rare", "membership"),
-    *_unit("service", "commands", "forwarding", "service", "status"),
+    *_unit("service", "commands", "forwarded", "forwarding", "namespace_operations", "service", "status"),
     "tests/unit/api/test_api.py",
     "tests/unit/test_telemetry.py",
     *(f"tests/sim/test_{name}.py" for name in ("cases_cluster", "failover", "refused_forwards")),

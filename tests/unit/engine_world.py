@@ -18,6 +18,7 @@ from duetime.service.service import Service
 from duetime.store import Store
 from duetime.stores.memory import MemoryStore
 from duetime.telemetry import Telemetry
+from duetime.testing.faulty import FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
 
 OK = AttemptResult(Contact.ANSWERED, 200)
@@ -169,3 +170,17 @@ def in_world(
         check_nothing_is_left(world.engine)
 
     run_virtual(told)
+
+
+def on_faulty(scenario: Callable[[World, FaultyStore], Awaitable[None]], **settings: Any) -> None:
+    async def run(clock: VirtualClock) -> None:
+        store = FaultyStore(MemoryStore(clock))
+        world = World(clock, store.as_store, **settings)
+        await world.start()
+        try:
+            await scenario(world, store)
+        finally:
+            store.heal()
+            await world.engine.stop()
+
+    run_virtual(run)
