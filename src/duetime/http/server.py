@@ -24,7 +24,7 @@ from typing import cast
 
 import httptools
 
-from duetime.clock import Clock, SystemClock
+from duetime.clock import SystemClock
 from duetime.errors import DuetimeError
 from duetime.http.listeners import bind_sockets
 from duetime.wire import encode_problem, problem_of
@@ -46,7 +46,7 @@ PROBLEM_JSON = b"application/problem+json"
 class Request:
     """One request. `path` is as it was sent, not percent-decoded; the query is dropped."""
 
-    __slots__ = ("_headers", "body", "client", "keep_alive", "method", "path")
+    __slots__ = ("_headers", "body", "keep_alive", "method", "path")
 
     def __init__(
         self,
@@ -55,13 +55,11 @@ class Request:
         *,
         headers: dict[bytes, bytes] | None = None,
         body: bytes = b"",
-        client: str = "",
         keep_alive: bool = True,
     ) -> None:
         self.method = method
         self.path = path
         self.body = body
-        self.client = client
         self.keep_alive = keep_alive
         self._headers = {} if headers is None else headers
 
@@ -105,10 +103,9 @@ async def serve_http(
     body_bytes_max: int,
     connections_max: int,
     idle_timeout_ms: int,
-    clock: Clock | None = None,
 ) -> HttpServer:
     """Start to listen. Port 0: any free port, see `.port`. `sockets`: bound sockets, instead of host and port."""
-    server = HttpServer(handler, body_bytes_max, connections_max, idle_timeout_ms, clock or SystemClock())
+    server = HttpServer(handler, body_bytes_max, connections_max, idle_timeout_ms)
     await server.listen_on(bind_sockets(host, port) if sockets is None else sockets)
     return server
 
@@ -116,9 +113,7 @@ async def serve_http(
 class HttpServer:
     """A listening server and its connections."""
 
-    def __init__(
-        self, handler: Handler, body_bytes_max: int, connections_max: int, idle_timeout_ms: int, clock: Clock
-    ) -> None:
+    def __init__(self, handler: Handler, body_bytes_max: int, connections_max: int, idle_timeout_ms: int) -> None:
         self.port = 0
         self.handler = handler
         self.body_bytes_max = body_bytes_max
@@ -129,7 +124,7 @@ class HttpServer:
         self.connections: set[_Connection] = set()
         self.busy: set[_Connection] = set()  # connections with a request that is not answered yet
         self.date_header = b""
-        self._clock = clock
+        self._clock = SystemClock()
         self._idle = asyncio.Event()
         self._sweep_handle: asyncio.TimerHandle | None = None
         self._listeners: list[asyncio.Server] = []
@@ -199,7 +194,6 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpRequestParser | None = None
-        self._client = ""
         self._since = server.sweeps  # when the current activity (receiving, answering, idle) began
         # One task for the life of the connection, which waits between requests: a new task for each request would cost
         # more than parsing it.
@@ -229,8 +223,6 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(
             asyncio.Transport, transport
         )  # uvloop's transport is not a subclass, but has the same methods
-        peer = transport.get_extra_info("peername")
-        self._client = peer[0] if isinstance(peer, tuple) else ""
         self._parser = httptools.HttpRequestParser(self)
         full = len(self._server.connections) >= self._server.connections_max
         self._server.connections.add(self)
@@ -359,7 +351,6 @@ class _Connection(asyncio.Protocol):
             path.decode("latin-1"),
             headers=self._headers,
             body=bytes(self._body),
-            client=self._client,
             keep_alive=parser.should_keep_alive(),
         )
         self._reset_request()
