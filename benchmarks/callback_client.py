@@ -27,7 +27,8 @@ from duetime.clock import SystemClock
 from duetime.config import load_config
 from duetime.deliveries.webhook import Webhook
 from duetime.delivery import Attempt
-from duetime.domain.timer import Contact, Namespace, Timer, uuid_of
+from duetime.domain.settle import Contact
+from duetime.domain.timer import Namespace, Timer, uuid_of
 from duetime.http.client import HttpClient, parse_target
 from duetime.signing import new_secret
 

@@ -64,7 +64,7 @@ _ENGINE = (
     *_unit("engine", "shard", "fire_loop", "look_ahead", "group_commit", "ownership", "namespaces"),
     *_unit("engine", "unexpected_errors", "engine_rare", "cases_engine", "flow", "engine_lifecycle", "engine"),
     *_unit("cluster", "cluster_rare", "membership"),
-    *_unit("service", "commands", "forwarding", "service", "status"),
+    *_unit("service", "commands", "forwarded", "forwarding", "namespace_operations", "service", "status"),
     "tests/unit/api/test_api.py",
     "tests/unit/test_telemetry.py",
     *(f"tests/sim/test_{name}.py" for name in ("cases_cluster", "failover", "refused_forwards")),
@@ -80,7 +80,10 @@ _PEERS = (*_unit("cluster", "peers", "peer_client"), "tests/unit/api/test_peer_s
 # too many costs little: a mutant is run only against tests that execute its line. Modules not named here have the tests
 # of the engine and the file called like themselves.
 TESTS: dict[str, tuple[str, ...]] = {
-    "domain/timer": (*_unit("domain", "timer"), *_ENGINE, *_STORES),
+    "domain/timer": (*_unit("domain", "timer", "settle"), *_ENGINE, *_STORES),
+    "domain/settle": (*_unit("domain", "settle", "timer"), *_unit("deliveries", "webhook"), *_ENGINE),
+    "domain/headers": (*_unit("domain", "headers"), *_unit("deliveries", "webhook"), "tests/unit/test_wire.py"),
+    "domain/secrets": (*_unit("domain", "secrets"), *_unit("deliveries", "signing"), "tests/unit/test_wire.py"),
     "domain/instants": (*_unit("domain", "instants"), "tests/unit/test_config.py", "tests/unit/api/test_api.py"),
     "store": (*_ENGINE, *_STORES),
     "api/peer_server": _PEERS,

@@ -92,7 +92,7 @@ class App:
         engine = Engine(config, store, self._deliverer, self._clock, self.telemetry, address=self.advertised)
         self._peers = PeerClient(lambda: engine.membership.instance_id)
         service = Service(config, engine, store, self._deliverer, self._peers)
-        await service.create_default_namespace()
+        await service.namespaces.create_default()
         self._engine = engine
         await engine.start()
         server.handler = Api(service, config, self.telemetry).handle

@@ -1,8 +1,8 @@
 """One frozen Config: defaults, then a TOML file, then the environment, then flags.
 
-`config.default.toml` beside this file is the reference: it names every key with its default, and it is
-read at start, so it cannot drift. Unknown keys and wrong types are errors that name the path. An unknown
-environment variable is a warning: others set variables too, such as Kubernetes for a service named duetime.
+`config.default.toml` in this folder is the reference: it has every key with its default, and is read at the start, so
+it is always correct. Unknown keys and wrong types are errors that name the path. An unknown environment variable is
+only a warning: other programs set variables too, such as Kubernetes for a service named duetime.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from duetime.errors import SetupError
 
 __all__ = ["SECTIONS", "Config", "load_config", "shown", "split_advertise"]
 
-# Read by the command line and the clients, not settings of the server.
+# Variables of the command line and the clients, not settings of the server.
 _CLIENT_VARIABLES = frozenset({"DUETIME_URL", "DUETIME_TOKEN", "DUETIME_CONFIG"})
 
 # Kubernetes sets these for each service of its namespace that is named duetime or duetime-something. The pattern is for
@@ -43,7 +43,7 @@ _KUBERNETES_VARIABLES = re.compile(
 
 
 class Duration:
-    """A length of time as a setting: written "90s", used as `.ms`."""
+    """A duration as a setting: written "90s", used as `.ms`."""
 
     __slots__ = ("ms",)
 
@@ -149,7 +149,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     limits: Limits
     auth: Auth
     log: Log
-    warnings: tuple[str, ...] = ()  # found while loading; logged once logging is set up
+    warnings: tuple[str, ...] = ()  # found while loading; logged after logging is set up
 
 
 SECTIONS = tuple(field for field in Config.__struct_fields__ if field != "warnings")
@@ -161,7 +161,7 @@ def load_config(
     environ: Mapping[str, str] = os.environ,
     flags: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The configuration in force. `flags` maps dotted paths to values: {"store.url": "memory://"}."""
+    """The effective configuration. `flags` maps paths to values: {"store.url": "memory://"}."""
     text = files("duetime").joinpath("config.default.toml").read_text("utf-8")
     settings: dict[str, Any] = tomllib.loads(text)
     if file is not None:
@@ -182,7 +182,7 @@ def load_config(
 
 
 def shown(config: Config) -> str:
-    """The configuration as TOML, secrets redacted; without secrets, a file that loads to the same Config."""
+    """The configuration as TOML, with secrets redacted. If it has no secrets, the text loads to the same Config."""
     lines: list[str] = []
     for section in SECTIONS:
         lines.append(f"[{section}]")
@@ -192,7 +192,7 @@ def shown(config: Config) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-# Greedy up to the last @: a password may hold any character, and too much hidden is better than too little.
+# Up to the last @: a password may have any character, and it is better to hide too much than too little.
 _PASSWORD_IN_URL = re.compile(r"^([^:/]+://[^/:]*:).*@", re.DOTALL)
 _SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|passwd|secret|token|key)=)[^&]*", re.IGNORECASE)
 
@@ -211,7 +211,7 @@ def _toml(value: Any) -> str:
         return f'{{ {listed}, sha256 = "***" }}'
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON is TOML here, but for one character that JSON lets stand bare.
+    # JSON of these values is valid TOML, except for one character that JSON does not escape.
     return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 
@@ -227,12 +227,12 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _merge(settings: dict[str, Any], changes: dict[str, Any], source: str) -> None:
     for section, keys in changes.items():
         if section not in settings:
-            raise SetupError(f"{source}: unknown section [{section}]; known are {', '.join(settings)}")
+            raise SetupError(f"{source}: unknown section [{section}]; the sections are {', '.join(settings)}")
         if not isinstance(keys, dict):
             raise SetupError(f"{source}: {section} must be a section, written [{section}]")
         for key, value in keys.items():
             if key not in settings[section]:
-                raise SetupError(f"{source}: unknown key {section}.{key}; known are {', '.join(settings[section])}")
+                raise SetupError(f"{source}: unknown key {section}.{key}; the keys are {', '.join(settings[section])}")
             settings[section][key] = value
 
 
@@ -257,12 +257,12 @@ def _unknown_variable(name: str, known: list[str]) -> str:
     # Compared without the common prefix, which would make any two names similar.
     endings = [other.removeprefix("DUETIME_") for other in known]
     nearest = difflib.get_close_matches(name.removeprefix("DUETIME_"), endings, n=1)
-    hint = f"did you mean DUETIME_{nearest[0]}?" if nearest else "`duetime config show --env` lists the known ones"
+    hint = f"did you mean DUETIME_{nearest[0]}?" if nearest else "`duetime config show --env` lists all variables"
     return f"unknown environment variable {name} is ignored: {hint}"
 
 
 def _typed(name: str, text: str, default: Any) -> Any:
-    """An environment variable as the type its default has; lists and tables are written as JSON."""
+    """The value of an environment variable, in the type of its default. Lists and tables are written as JSON."""
     if isinstance(default, str):
         return text
     try:
@@ -272,7 +272,7 @@ def _typed(name: str, text: str, default: Any) -> Any:
 
 
 def _read_indirect(value: Any, environ: Mapping[str, str]) -> Any:
-    """Replaces "file:/path" and "env:NAME", wherever they stand, by what they point at."""
+    """Replaces "file:/path" by the content of the file and "env:NAME" by the variable, in all values."""
     if isinstance(value, dict):
         for key, item in value.items():
             value[key] = _read_indirect(item, environ)
@@ -286,7 +286,7 @@ def _read_indirect(value: Any, environ: Mapping[str, str]) -> Any:
     elif isinstance(value, str) and value.startswith("env:"):
         name = value.removeprefix("env:")
         if name not in environ:
-            raise SetupError(f"configuration: {value}: no such environment variable")
+            raise SetupError(f"configuration: {value}: the environment variable is not set")
         return environ[name]
     return value
 
@@ -301,7 +301,7 @@ _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 
 
 def split_advertise(text: str) -> tuple[str, int | None]:
-    """ "10.0.0.5:8463" or "[fd00::5]:8463" as host and port; the host may stand alone. ValueError: neither."""
+    """ "10.0.0.5:8463" or "[fd00::5]:8463" as host and port; the port may be missing. Otherwise a ValueError."""
     try:
         return _reachable(str(ipaddress.ip_address(text))), None
     except ValueError:
@@ -337,7 +337,7 @@ def _check(config: Config) -> None:
         (engine.dead_after.ms <= engine.lease.ms, "engine.dead_after: more than the lease"),
         (
             delivery.breaker_pause_max.ms < delivery.breaker_pause.ms,
-            "delivery.breaker_pause_max: no less than breaker_pause",
+            "delivery.breaker_pause_max: at least breaker_pause",
         ),
         (config.log.level not in ("debug", "info", "warning", "error"), "log.level: debug, info, warning or error"),
         (config.log.format not in ("text", "json"), "log.format: text or json"),
@@ -363,25 +363,27 @@ def _check_cluster(config: Config) -> None:
             port = split_advertise(advertise)[1]
         except ValueError:
             raise SetupError(
-                f"configuration: cluster.advertise must be an address others can reach, host:port or the host alone, "
+                f"configuration: cluster.advertise must be host:port or host that other instances can reach, "
                 f"not {advertise!r}"
             ) from None
     if count == 1:
         return
     last = first + count - 1
     if last > 65_535:
-        raise SetupError(f"configuration: cluster.worker_ports must leave room for {count} workers up to port 65535")
+        raise SetupError(f"configuration: cluster.worker_ports must be at most {65_536 - count} for {count} workers")
     if first and re.search(r":\d{1,5}$", config.server.listen):
         shared = int(config.server.listen.rpartition(":")[2])
         if first <= shared <= last:
             raise SetupError(
-                f"configuration: cluster.worker_ports must be other ports than that of server.listen: "
-                f"{first} to {last} hold {shared}"
+                f"configuration: cluster.worker_ports must not include the port of server.listen: "
+                f"{first} to {last} includes {shared}"
             )
     if port is not None and not first:
         raise SetupError(
-            "configuration: cluster.advertise must be a host without a port where there are several workers at any "
-            "free ports, or cluster.worker_ports must say which"
+            "configuration: cluster.advertise must be a host without a port if several workers use free ports; "
+            "otherwise set cluster.worker_ports"
         )
     if port is not None and port + count - 1 > 65_535:
-        raise SetupError(f"configuration: cluster.advertise must leave room for {count} workers up to port 65535")
+        raise SetupError(
+            f"configuration: cluster.advertise must have a port of at most {65_536 - count} for {count} workers"
+        )

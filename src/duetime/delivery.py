@@ -1,4 +1,4 @@
-"""PORT: how a timer is delivered. The scheme of its target URL picks the adapter."""
+"""PORT: how a timer is delivered. The scheme of its URL selects the adapter."""
 
 from __future__ import annotations
 
@@ -7,37 +7,33 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from duetime.domain.timer import AttemptResult, Contact, Namespace, Timer
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import Namespace, Timer
 
 __all__ = ["Attempt", "Deliverer", "Router"]
 
 
 class Attempt(Struct, frozen=True, gc=False):
-    """One try at delivering a timer.
+    """One attempt to deliver a timer.
 
-    `begin` is called right before the first byte leaves. It answers the wall time to stamp on the
-    request, or None if the attempt must not be made any more (lease over, shard lost, timer changed):
-    then nothing is sent and the outcome is NOT_SENT. From a `begin` that answered a time on, the timer
-    counts as in flight.
+    `begin` is called right before the first byte is sent. It returns the wall time for the request, or None if the
+    attempt must not be made any more (the lease has ended, the shard was lost, the timer has changed): then nothing is
+    sent and the result is NOT_SENT. From the time that `begin` returned a time, the timer is in flight.
     """
 
     timer: Timer
     namespace: Namespace
-    fence: str  # "shard.version": grows with every change of owner, so that receivers can spot a zombie
+    fence: str  # "shard.version": grows with every change of owner, so that receivers can detect a former owner
     begin: Callable[[], int | None]
 
 
 class Deliverer(Protocol):
     def check(self, url: str) -> None:
-        """Refuse a target that can never be called, with a ValueError that reads on after the field's name."""
-        ...
-
-    def check_headers(self, headers: Mapping[str, str]) -> None:
-        """Refuse headers a timer may not carry, in the same way."""
+        """Refuse a URL that can never be called, with a ValueError whose text continues after the name of the field."""
         ...
 
     def destination(self, url: str) -> str:
-        """What caps and breakers count by: targets with the same destination share its fate."""
+        """The unit of limits and breakers: URLs with the same destination share them."""
         ...
 
     async def deliver(self, attempt: Attempt) -> AttemptResult:
@@ -48,7 +44,7 @@ class Deliverer(Protocol):
 
 
 class Router:
-    """The Deliverer of Deliverers: picks by the scheme of the URL."""
+    """Selects the deliverer by the scheme of the URL."""
 
     def __init__(self, by_scheme: Mapping[str, Deliverer]) -> None:
         self._by_scheme = dict(by_scheme)
@@ -62,10 +58,6 @@ class Router:
             raise ValueError(f"must be a URL with one of the schemes {', '.join(sorted(self._by_scheme))}")
         deliverer.check(url)
 
-    def check_headers(self, headers: Mapping[str, str]) -> None:
-        for deliverer in self._by_scheme.values():
-            deliverer.check_headers(headers)
-
     def destination(self, url: str) -> str:
         deliverer = self._of(url)
         return url if deliverer is None else deliverer.destination(url)
@@ -73,7 +65,7 @@ class Router:
     async def deliver(self, attempt: Attempt) -> AttemptResult:
         deliverer = self._of(attempt.timer.callback_url)
         if deliverer is None:
-            return AttemptResult(Contact.REFUSED, error="no deliverer for this target's scheme")
+            return AttemptResult(Contact.REFUSED, error="callbackUrl has a scheme that this server cannot deliver to")
         return await deliverer.deliver(attempt)
 
     async def close(self) -> None:

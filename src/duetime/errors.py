@@ -1,37 +1,46 @@
-"""Every error Duetime raises, as one tree.
+"""Every error that Duetime raises, as one tree.
 
     DuetimeError
-    ├── Rejected                  the request is at fault; nothing was changed
+    ├── Rejected                  the request is wrong; nothing was changed
     │   ├── InvalidField          400  names the field
     │   ├── TooLarge              413
     │   ├── Unauthenticated       401
     │   ├── Forbidden             403
-    │   ├── NotFound              404  timer_not_found, namespace_not_found
-    │   └── Conflict              409  if_absent, namespace_exists, …
+    │   │   └── CrossOrigin            sent by the page of another web site
+    │   ├── NotFound              404  timer_not_found, namespace_not_found, path_not_found
+    │   ├── MethodNotAllowed      405
+    │   ├── Conflict              409  timer_exists, already_reached, namespace_exists, …
+    │   └── UnsupportedMediaType  415
     ├── Busy                      429  a bounded queue is full; nothing was changed
     ├── Unserved                  503  nothing was changed, try again
-    │   ├── NotOwner                   the shard lives elsewhere, or is on the move
+    │   ├── NotOwner                   another instance owns the shard, or it has no owner at the moment
     │   └── NotReady                   starting, stopping or without a lease
-    ├── StoreError                what a Store may raise, and nothing else
-    │   ├── ShardLost                  the fence failed: nothing was written, the shard is another's
-    │   ├── MemberDead                 this instance was declared dead: join again under a new id
-    │   │   └── FailedOver             the database may have lost what it acknowledged: likewise
+    ├── StoreError                the only errors that a Store raises
+    │   ├── ShardLost                  the fence failed: nothing was written, another instance owns the shard
+    │   ├── MemberDead                 this instance was declared dead: it joins again under a new id
+    │   │   └── FailedOver             the database may have lost acknowledged writes: it joins again likewise
     │   ├── StoreUnavailable      503  not applied, safe to retry
-    │   │   └── StoreThrottled         not applied, back off
-    │   ├── OutcomeUnknown        503  may have been applied: never guess, never blindly retry
-    │   └── SchemaMismatch             the tables are not those this version knows
+    │   │   └── StoreThrottled         not applied, the store is overloaded: retry later
+    │   ├── OutcomeUnknown        503  may have been applied: do not retry without reading first
+    │   └── SchemaMismatch             this version does not know the store's schema
     ├── UnreadableTimer           500  the timer is stored, but cannot be decoded
     └── SetupError                wrong configuration, or a store that cannot be used; the process does not start
 
-An error carries what a problem+json answer needs: `code` (stable, for programs), the message (for
-people), and `field` where one field is at fault.
+A DuetimeError carries what a problem+json answer needs: `code` (stable, for programs), the message (for people), and
+`field` if one field is wrong.
+
+Three errors are not part of this tree, because none of them becomes an answer of the API:
+
+    HttpError                     a call over HTTP got no response
+    AddressRefused                the egress policy forbids a callback's address
+    SignatureError                a callback that was received is not signed correctly
 """
 
 from __future__ import annotations
 
 
 class DuetimeError(Exception):
-    """Root of the tree. `status` is the HTTP status it becomes, `code` its stable name."""
+    """Root of the tree. `status` is the HTTP status of the answer, `code` the stable name of the error."""
 
     status = 500
     code = "internal"
@@ -78,16 +87,33 @@ class Forbidden(Rejected):
     title = "The token does not allow this"
 
 
+class CrossOrigin(Forbidden):
+    code = "cross_origin"
+    title = "Sent by the page of another web site"
+
+
 class NotFound(Rejected):
     status = 404
     code = "not_found"
     title = "Not found"
 
 
+class MethodNotAllowed(Rejected):
+    status = 405
+    code = "method_not_allowed"
+    title = "Method not allowed"
+
+
 class Conflict(Rejected):
     status = 409
     code = "conflict"
     title = "Conflict"
+
+
+class UnsupportedMediaType(Rejected):
+    status = 415
+    code = "unsupported_media_type"
+    title = "Unsupported media type"
 
 
 class Busy(DuetimeError):
@@ -105,7 +131,7 @@ class Unserved(DuetimeError):
 
 
 class NotOwner(Unserved):
-    title = "The shard of this timer is moving to another instance; nothing was applied"
+    title = "The shard of this timer is changing its owner; nothing was applied"
 
 
 class NotReady(Unserved):
@@ -130,7 +156,7 @@ class MemberDead(StoreError):
 
 
 class FailedOver(MemberDead):
-    title = "The database has failed over, and may have lost what it acknowledged"
+    title = "The database has failed over and may have lost acknowledged writes"
 
 
 class StoreUnavailable(StoreError):
@@ -139,7 +165,7 @@ class StoreUnavailable(StoreError):
 
 
 class StoreThrottled(StoreUnavailable):
-    title = "The store asks to slow down; nothing was applied"
+    title = "The store is overloaded; nothing was applied"
 
 
 class OutcomeUnknown(StoreError):
@@ -149,7 +175,7 @@ class OutcomeUnknown(StoreError):
 
 class SchemaMismatch(StoreError):
     code = "schema_mismatch"
-    title = "The store's schema is not the one this version knows"
+    title = "This version of Duetime does not know the schema of the store"
 
 
 class UnreadableTimer(DuetimeError):
@@ -159,4 +185,24 @@ class UnreadableTimer(DuetimeError):
 
 class SetupError(DuetimeError):
     code = "setup"
-    title = "Duetime cannot start like this"
+    title = "Duetime cannot start"
+
+
+# --- not part of the tree ------------------------------------------------------------------------
+
+
+class HttpError(Exception):
+    """A call over HTTP got no response. `sent` is False only if certainly no byte of the request was sent."""
+
+    def __init__(self, reason: str, *, sent: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.sent = sent
+
+
+class AddressRefused(Exception):
+    """The egress policy forbids the address of a callback."""
+
+
+class SignatureError(Exception):
+    """A callback that must not be trusted. The message says why."""

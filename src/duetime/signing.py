@@ -1,8 +1,7 @@
-"""Standard Webhooks signatures: made for every callback, checked by receivers. Pure: time comes in as a value.
+"""Standard Webhooks signatures: Duetime signs every callback, receivers verify them.
 
-A secret is `whsec_` and the base64 of 24 to 64 random bytes. What is signed is `id.timestamp.body`; the
-header `webhook-signature` holds one `v1,<base64 of HMAC-SHA256>` for each secret, so that a secret can be
-replaced while both the old and the new one are good.
+`domain/secrets.py` describes secrets. The signed text is `id.timestamp.body`; the header `webhook-signature` has one
+`v1,<base64 of HMAC-SHA256>` for each secret, so that a secret can be replaced while the old and the new one are valid.
 """
 
 from __future__ import annotations
@@ -10,39 +9,22 @@ from __future__ import annotations
 import binascii
 import hmac
 import os
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from duetime.domain.secrets import SECRET_PREFIX, check_secret
+from duetime.errors import SignatureError
+
 __all__ = ["SignatureError", "check_secret", "new_secret", "sign", "verify"]
-
-PREFIX = "whsec_"
-KEY_BYTES_MIN, KEY_BYTES_MAX = 24, 64
-
-
-class SignatureError(Exception):
-    """The callback must not be believed; the message says why."""
 
 
 def new_secret() -> str:
-    return PREFIX + b64encode(os.urandom(32)).decode("ascii")
-
-
-def check_secret(text: str) -> bytes:
-    """The key in a secret. A ValueError reads on after the name of a field, and never shows the secret."""
-    if not text.startswith(PREFIX):
-        raise ValueError(f'must start with "{PREFIX}"')
-    try:
-        key = b64decode(text.removeprefix(PREFIX).encode("ascii"), validate=True)
-    except (binascii.Error, UnicodeEncodeError):
-        raise ValueError(f'must be base64 after "{PREFIX}"') from None
-    if not KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
-        raise ValueError(f"must hold {KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes, it holds {len(key)}")
-    return key
+    return SECRET_PREFIX + b64encode(os.urandom(32)).decode("ascii")
 
 
 def sign(delivery_id: str, timestamp_s: int, body: bytes, keys: Sequence[bytes]) -> str:
-    """The value of webhook-signature: a signature for each key (as check_secret answers them)."""
+    """The value of webhook-signature: a signature for each key (`check_secret` returns the key of a secret)."""
     signed = b"%s.%d.%s" % (delivery_id.encode("ascii"), timestamp_s, body)
     return " ".join([_signature(key, signed) for key in keys])
 
@@ -55,33 +37,35 @@ def verify(
     now_s: float,
     tolerance_s: int = 300,
 ) -> str:
-    """The webhook-id of a callback signed by one of the secrets, not long ago; else a SignatureError.
+    """The webhook-id of a callback that was signed recently with one of the secrets; otherwise a SignatureError.
 
-    The id is what to deduplicate by. Header names may have any case.
+    Receivers use the id to find duplicates. Header names may have any case.
     """
     by_name = {name.lower(): value for name, value in headers.items()}
     delivery_id = _header(by_name, "webhook-id")
     timestamp = _header(by_name, "webhook-timestamp")
     signatures = _header(by_name, "webhook-signature")
     if not (timestamp.isascii() and timestamp.isdigit() and len(timestamp) <= 12):
-        raise SignatureError("webhook-timestamp is not a number of seconds")
+        raise SignatureError("webhook-timestamp must be a number of seconds")
     if not secrets:
         raise ValueError("no secrets to verify with")
     age_s = now_s - int(timestamp)
     if age_s > tolerance_s:
         raise SignatureError(f"webhook-timestamp is {age_s:.0f} s old, at most {tolerance_s} s are accepted")
     if age_s < -tolerance_s:
-        raise SignatureError(f"webhook-timestamp is {-age_s:.0f} s in the future; is this machine's clock right?")
-    # Signed as it was written, not as it was read: "007" and "7" are different texts.
+        raise SignatureError(f"webhook-timestamp is {-age_s:.0f} s in the future: check the clock of this machine")
+    # The text of the timestamp is signed, not its value: "007" and "7" are different.
     signed = b"%s.%s.%s" % (delivery_id.encode("utf-8", "replace"), timestamp.encode("ascii"), body)
     offered = [text.encode("utf-8", "replace") for text in signatures.split(" ") if text.startswith("v1,")]
     matched = False
-    for secret in secrets:  # all of them, always: the time taken tells nothing
+    for secret in secrets:  # always all of them, so that the time taken reveals nothing
         expected = _signature(check_secret(secret), signed).encode("ascii")
         for signature in offered:
             matched |= hmac.compare_digest(expected, signature)
     if not matched:
-        raise SignatureError("no signature in webhook-signature matches" if offered else "no v1 signature")
+        raise SignatureError(
+            "no signature in webhook-signature matches" if offered else "webhook-signature has no v1 signature"
+        )
     return delivery_id
 
 
@@ -100,5 +84,5 @@ def _signature(key: bytes, signed: bytes) -> str:
 
 @lru_cache(1024)
 def _keyed(key: bytes) -> hmac.HMAC:
-    """HMAC with the key already in it: a copy costs a third less than starting from the key."""
+    """HMAC initialized with the key: copying it costs a third less than initializing it again."""
     return hmac.new(key, digestmod="sha256")

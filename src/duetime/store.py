@@ -58,7 +58,6 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     batch_chars_max: int = 8 * 1024 * 1024  # of all rows in one commit call, about; a single larger one is let through
     payload_bytes_max: int
     parallel_commits: int  # commits that may usefully be in flight at once
-    time_resolution_ms: int = 1
     clock_error_ms: int = 0  # how far the time that `heartbeat` answers may be off the database's clock
     exclusive: bool = False  # an open store is used by no other process: whoever was here before is dead
     durable: bool = True

@@ -1,6 +1,6 @@
-"""Every metric and log name, once. Counting is an attribute addition, so it may stand on hot paths.
+"""All metrics, and the set-up of logging. Counting is an addition to an attribute, cheap enough for hot paths.
 
-A metric is made here and nowhere else; `render` writes all of them in the Prometheus text format.
+Metrics are created only here; `render` writes all of them in the Prometheus text format.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ log = logging.getLogger("duetime")
 
 LATENESS_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
 DURATION_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_SAY_AGAIN_MS = 60_000
+_LOG_EVERY_MS = 60_000
 BATCH_SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 
 
 class Counter:
-    """Only grows. One value, or one for each value of a label."""
+    """A number that only grows, or one such number for each value of a label."""
 
     kind = "counter"
 
@@ -41,7 +41,7 @@ class Counter:
 
 
 class Gauge:
-    """Read when asked for."""
+    """A number that is read when the metrics are rendered."""
 
     kind = "gauge"
 
@@ -90,7 +90,7 @@ class Histogram:
             lines.append(f'{self.name}_bucket{{le="{bound:g}"}} {below}')
         total = self.count
         lines.append(f'{self.name}_bucket{{le="+Inf"}} {total}')
-        lines.append(f"{self.name}_sum {self.sum!r}")  # in full: rates are taken of it
+        lines.append(f"{self.name}_sum {self.sum!r}")  # all digits, because rates are computed from it
         lines.append(f"{self.name}_count {total}")
         return lines
 
@@ -103,41 +103,45 @@ class Telemetry:
         self.created = Counter("duetime_timers_created_total", "Creates that were acknowledged.")
         self.updated = Counter("duetime_timers_updated_total", "Updates that were acknowledged.")
         self.deleted = Counter("duetime_timers_deleted_total", "Deletes that were acknowledged.")
-        self.attempts = Counter("duetime_attempts_total", "Deliveries started.")
-        self.attempt_results = Counter("duetime_outcomes_total", "Attempts by what came of them.", "outcome")
-        self.outcomes = Counter("duetime_timers_reached_total", "Timers that are over, by how they ended.", "ending")
+        self.attempts = Counter("duetime_attempts_total", "Delivery attempts that were started.")
+        self.attempt_results = Counter("duetime_outcomes_total", "Attempts by their result.", "outcome")
+        self.outcomes = Counter("duetime_timers_reached_total", "Timers that were reached, by outcome.", "ending")
         self.stale_outcomes = Counter(
-            "duetime_stale_outcomes_total", "Outcomes of attempts whose timer was replaced or deleted meanwhile."
+            "duetime_stale_outcomes_total", "Results of attempts whose timer was replaced or deleted in the meantime."
         )
-        self.parked = Counter("duetime_timers_parked_total", "Due timers put back to the store, memory being full.")
+        self.parked = Counter(
+            "duetime_timers_parked_total", "Due timers that were put back to the store because memory was full."
+        )
         self.commits = Counter("duetime_commits_total", "Commits by result.", "result")
-        self.shards_lost = Counter("duetime_shards_lost_total", "Shards lost to another instance by a failed fence.")
-        self.reclaims = Counter("duetime_reclaims_total", "Shards claimed again after an unknown outcome.")
+        self.shards_lost = Counter("duetime_shards_lost_total", "Shards lost to another instance (a fence failed).")
+        self.reclaims = Counter("duetime_reclaims_total", "Shards claimed again after a write with an unknown outcome.")
         self.heartbeats = Counter("duetime_heartbeats_total", "Heartbeats by result.", "result")
         self.forwards = Counter(
-            "duetime_forwards_total", "Writes handed on to the instance that owns their shard, by result.", "result"
+            "duetime_forwards_total", "Commands forwarded to the instance that owns their shard, by result.", "result"
         )
         self.lateness = Histogram(
-            "duetime_late_by_seconds", "Start of the first attempt minus the time asked for.", LATENESS_SECONDS
+            "duetime_late_by_seconds", "Start of the first attempt minus the scheduled time.", LATENESS_SECONDS
         )
         self.commit_seconds = Histogram("duetime_commit_seconds", "Duration of store commits.", DURATION_SECONDS)
-        self.commit_operations = Histogram("duetime_commit_operations", "Operations in one commit.", BATCH_SIZES)
+        self.commit_operations = Histogram("duetime_commit_operations", "Pending writes in one commit.", BATCH_SIZES)
         self.loop_lag_seconds = Histogram(
-            "duetime_loop_lag_seconds", "How late the event loop ran a timer of its own.", DURATION_SECONDS
+            "duetime_loop_lag_seconds", "How late the event loop runs its timers.", DURATION_SECONDS
         )
-        self.in_memory = Gauge("duetime_timers_in_memory", "Timers held in memory.")
-        self.in_flight = Gauge("duetime_deliveries_in_flight", "Deliveries under way.")
-        self.held = Gauge("duetime_timers_held", "Due timers waiting for their destination.")
-        self.writes_waiting = Gauge("duetime_writes_waiting", "Operations waiting for a commit.")
+        self.in_memory = Gauge("duetime_timers_in_memory", "Timers in memory.")
+        self.in_flight = Gauge("duetime_deliveries_in_flight", "Deliveries in flight.")
+        self.held = Gauge("duetime_timers_held", "Due timers that wait for their destination.")
+        self.writes_waiting = Gauge("duetime_writes_waiting", "Writes that wait for a commit.")
         self.shards_owned = Gauge("duetime_shards_owned", "Shards owned by this instance.")
-        self.lease_seconds = Gauge("duetime_lease_seconds", "How much longer this instance may fire.")
+        self.lease_seconds = Gauge("duetime_lease_seconds", "Seconds for which this instance may still fire timers.")
         self.clock_skew_seconds = Gauge("duetime_clock_skew_seconds", "This machine's clock minus the database's.")
-        self.clock_error_seconds = Gauge("duetime_clock_error_seconds", "How far the clock skew measured may be off.")
+        self.clock_error_seconds = Gauge("duetime_clock_error_seconds", "Possible error of the measured clock skew.")
         self.unreadable = Gauge(
             "duetime_timers_unreadable",
-            "Stored timers that cannot be decoded and do not fire, as far as they have been read.",
+            "Stored timers that were read, but cannot be decoded and do not fire.",
         )
-        self.oldest_due_seconds = Gauge("duetime_oldest_due_seconds", "Age of the oldest due timer not yet fired.")
+        self.oldest_due_seconds = Gauge(
+            "duetime_oldest_due_seconds", "Age of the oldest due timer that was not fired yet."
+        )
 
     def render(self) -> str:
         lines: list[str] = []
@@ -149,27 +153,27 @@ class Telemetry:
 
 
 class FailureLog:
-    """Something that is tried again and again and fails: logged when it begins or its reason changes, once a
-    minute while it lasts, and when it is over. A disk that is full should not be filled with lines about it.
+    """Logs the failures of work that is repeated: when they begin, when the reason changes, once a minute while they
+    last, and when they end. Thus a long failure, such as a full disk, does not fill the log.
     """
 
-    def __init__(self, what: str, over: str) -> None:
+    def __init__(self, failure: str, recovery: str) -> None:
         self.reason = ""
-        self._what = what
-        self._over = over
-        self._said_at_ms = 0
+        self._failure = failure
+        self._recovery = recovery
+        self._logged_at_ms = 0
 
     def failed(self, error: Exception, now_ms: int) -> None:
         reason = str(error)
-        if reason != self.reason or now_ms - self._said_at_ms >= _SAY_AGAIN_MS:
-            log.warning("%s: %s", self._what, reason)
-            self._said_at_ms = now_ms
+        if reason != self.reason or now_ms - self._logged_at_ms >= _LOG_EVERY_MS:
+            log.warning("%s: %s", self._failure, reason)
+            self._logged_at_ms = now_ms
         self.reason = reason
 
     def recovered(self) -> None:
         if self.reason:
             self.reason = ""
-            log.info("%s", self._over)
+            log.info("%s", self._recovery)
 
 
 class _JsonLines(logging.Formatter):
@@ -191,7 +195,7 @@ class _JsonLines(logging.Formatter):
 
 
 def set_up_logging(level: str, format: str, *, worker: int | None = None) -> None:
-    """`worker`: the number that each line carries, where several processes write to one place."""
+    """`worker`: a number in every line, for several processes that write to the same log."""
     handler = logging.StreamHandler()
     of_worker = "" if worker is None else f"worker {worker}: "
     text = logging.Formatter(f"%(asctime)s %(levelname)-7s {of_worker}%(message)s")

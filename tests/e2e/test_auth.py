@@ -211,7 +211,7 @@ async def test_a_server_others_can_reach_does_not_start_without_tokens(tmp_path:
     code, said = serve_in_vain("--listen", f"{host}:{free_port()}", "--store", store)
     assert code == 2
     assert f"{host}:" in said
-    assert "can be reached from other machines, and there are no tokens" in said
+    assert "can be reached from other machines, but there are no tokens" in said
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir())
 

@@ -206,7 +206,7 @@ async def test_case_52_another_number_of_shards_in_the_configuration_refuses_to_
     await own.call("timers/create", {"timerId": "a", "executeAt": FAR, "callbackUrl": URL})
     assert await own.stop() == 0
     said = refusal(own.file, DUETIME_NAMESPACES_DEFAULT_NUM_SHARDS="32")
-    assert "namespaces.default_num_shards is 32, but the store was made with 16" in said
+    assert "namespaces.default_num_shards is 32, but the store was created with 16" in said
     await own.start()
     assert (await own.call("timers/get", {"timerId": "a"}))[0] == 200
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from duetime.config import load_config
 from duetime.delivery import Attempt
-from duetime.domain.timer import AttemptResult, Contact, Created, TimerKey, TimerSpec, TimerView
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import Created, TimerKey, TimerSpec, TimerView
 from duetime.engine.engine import Engine
 from duetime.engine.pending_write import PendingWrite
 from duetime.engine.shard import Phase, Shard
@@ -18,6 +19,7 @@ from duetime.service.service import Service
 from duetime.store import Store
 from duetime.stores.memory import MemoryStore
 from duetime.telemetry import Telemetry
+from duetime.testing.faulty import FaultyStore
 from duetime.testing.virtual import VirtualClock, run_virtual
 
 OK = AttemptResult(Contact.ANSWERED, 200)
@@ -37,10 +39,6 @@ class Destinations:
     def check(self, url: str) -> None:
         if not url.startswith("http"):
             raise ValueError("must be a URL")
-
-    def check_headers(self, headers: Mapping[str, str]) -> None:
-        if "forbidden" in headers:
-            raise ValueError("must not set forbidden")
 
     def destination(self, url: str) -> str:
         return url.partition("?")[0]
@@ -90,7 +88,7 @@ class World:
     async def start(self) -> None:
         await self.store.migrate()
         await self.store.open()
-        await self.service.create_default_namespace()
+        await self.service.namespaces.create_default()
         await self.engine.start()
 
     async def crash_and_restart(self) -> None:
@@ -173,5 +171,21 @@ def in_world(
         finally:
             await world.engine.stop()
         check_nothing_is_left(world.engine)
+
+    run_virtual(run)
+
+
+def on_faulty(scenario: Callable[[World, FaultyStore], Awaitable[None]], **settings: Any) -> None:
+    """Run a scenario on a store that fails when told to."""
+
+    async def run(clock: VirtualClock) -> None:
+        store = FaultyStore(MemoryStore(clock))
+        world = World(clock, store.as_store, **settings)
+        await world.start()
+        try:
+            await scenario(world, store)
+        finally:
+            store.heal()
+            await world.engine.stop()
 
     run_virtual(run)

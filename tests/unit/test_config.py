@@ -75,13 +75,13 @@ class TestUnknownKeys:
     def test_in_a_file_are_named_with_the_file_and_the_section(self, tmp_path: Path) -> None:
         message = refusal("[store]\nurll = 1", tmp_path)
         assert str(tmp_path / "duetime.toml") in message
-        assert "unknown key store.urll; known are url" in message
+        assert "unknown key store.urll; the keys are url" in message
 
     def test_sections_are_named(self, tmp_path: Path) -> None:
         assert "unknown section [stoer]" in refusal("[stoer]\nurl = 1", tmp_path)
         assert "unknown section [url]" in refusal('url = "memory://"', tmp_path)
 
-    def test_a_section_that_is_a_value_is_told_so(self, tmp_path: Path) -> None:
+    def test_a_section_that_is_a_value_is_an_error(self, tmp_path: Path) -> None:
         assert "store must be a section, written [store]" in refusal('store = "memory://"', tmp_path)
 
     def test_in_flags_are_named(self) -> None:
@@ -122,7 +122,7 @@ class TestUnknownVariables:
 
     def test_one_that_resembles_nothing_is_a_warning_without_a_suggestion(self) -> None:
         assert warnings({"DUETIME_QQQ": "x"}) == (
-            "unknown environment variable DUETIME_QQQ is ignored: `duetime config show --env` lists the known ones",
+            "unknown environment variable DUETIME_QQQ is ignored: `duetime config show --env` lists all variables",
         )
 
     def test_each_has_a_warning(self) -> None:
@@ -154,7 +154,7 @@ class TestUnknownVariables:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("DUETIME_PORT", "8463"),  # somebody thinks that it sets the port
+            ("DUETIME_PORT", "8463"),  # a mistake: it does not set the port
             ("DUETIME_SERVER_PORT", "8463"),
             ("DUETIME_SERVICE_HOST", "duetime.example"),
             ("DUETIME_SERVICE_PORT", "http"),
@@ -164,7 +164,7 @@ class TestUnknownVariables:
             ("DUETIMEX_SERVICE_HOST_", "10.0.0.11"),
         ],
     )
-    def test_what_only_looks_like_it_is_a_warning(self, name: str, value: str) -> None:
+    def test_a_variable_that_only_looks_like_one_of_kubernetes_is_a_warning(self, name: str, value: str) -> None:
         assert len(warnings({name: value})) == name.startswith("DUETIME_")
 
 
@@ -302,7 +302,7 @@ class TestShown:
         assert SHA256 not in text
         assert tomllib.loads(text)["auth"]["tokens"] == [TOKEN | {"sha256": "***"}]
 
-    def test_what_is_shown_with_a_hidden_hash_does_not_start_a_server_nobody_can_enter(self, tmp_path: Path) -> None:
+    def test_a_shown_configuration_with_redacted_hashes_cannot_start_a_server(self, tmp_path: Path) -> None:
         assert "sha256 must be 64 hex digits" in refusal(shown(loaded(auth__tokens=[TOKEN])), tmp_path)
 
     def test_what_is_shown_loads_to_the_same_configuration(self, tmp_path: Path) -> None:

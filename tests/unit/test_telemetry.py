@@ -117,7 +117,7 @@ class TestQuantile:
             histogram.observe(value)
         assert [histogram.quantile(q) for q in (0.5, 0.51, 0.98, 0.99, 1.0)] == [1, 2, 2, 5, 10]
 
-    def test_the_smallest_is_looked_for_where_something_is(self) -> None:
+    def test_the_smallest_quantile_is_in_a_bucket_with_observations(self) -> None:
         histogram = Histogram("duetime_x", "X.", (1, 2, 5))
         histogram.observe(4)
         assert histogram.quantile(0.0) == 5

@@ -17,18 +17,18 @@ from duetime.testing.virtual import VirtualClock, run_virtual
 
 
 class Wires:
-    """Peers that reach each other directly; every forward is kept."""
+    """Peers that call each other directly; every forward is recorded."""
 
     def __init__(self) -> None:
         self.services: dict[str, Service] = {}
         self.sent: list[tuple[str, Forward]] = []
-        self.failure: Callable[[], DuetimeError] | None = None  # instead of arriving
+        self.failure: Callable[[], DuetimeError] | None = None  # raised instead of forwarding
 
     async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
         self.sent.append((peer.address, forward))
         if self.failure is not None:
             raise self.failure()
-        return await self.services[peer.address].take(forward)
+        return await self.services[peer.address].forwarded.receive(forward)
 
     async def status(self, peer: Peer) -> InstanceStatus:
         return self.services[peer.address].instance_status()
@@ -36,27 +36,27 @@ class Wires:
     async def close(self) -> None: ...
 
 
-def of_two(story: Callable[[World, World, Wires], Awaitable[None]]) -> None:
-    async def told(clock: VirtualClock) -> None:
+def of_two(scenario: Callable[[World, World, Wires], Awaitable[None]]) -> None:
+    async def run(clock: VirtualClock) -> None:
         wires, store = Wires(), MemoryStore(clock)
         worlds: list[World] = []
         for name in ("a", "b"):
             world = World(clock, store)
             if worlds:
-                world.new_instance()  # another seed than the first one's
+                world.new_instance()  # with another seed than the first
             world.engine.membership.address = name
             world.service = Service(world.config, world.engine, world.store, world.destinations, wires)
             wires.services[name] = world.service
             await world.start()
             worlds.append(world)
-        await asyncio.sleep(10)  # a newcomer gets its share when it has been there for a while
+        await asyncio.sleep(10)  # a new instance gets its share of the shards after some seconds
         try:
-            await story(worlds[0], worlds[1], wires)
+            await scenario(worlds[0], worlds[1], wires)
         finally:
             for world in worlds:
                 await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 def owned_by(world: World) -> str:

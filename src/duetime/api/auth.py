@@ -1,7 +1,7 @@
-"""Who may ask for what: bearer tokens with verbs and namespaces, and where no token is needed.
+"""Authentication and authorization: bearer tokens with verbs and namespaces, and when no token is required.
 
-Tokens are known by their SHA-256 only. Verbs: `read` looks (get, list, status, metrics), `write` changes
-timers, `admin` changes namespaces and may do everything else too.
+Only the SHA-256 of a token is configured. Verbs: `read` (get, list, status, metrics), `write` (changes timers), `admin`
+(changes namespaces, and includes the other two).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from duetime.config import Auth, Config, Token
-from duetime.errors import Forbidden, SetupError, Unauthenticated
+from duetime.errors import CrossOrigin, Forbidden, SetupError, Unauthenticated
 from duetime.http.server import Request
 
 __all__ = ["Authenticator", "Caller", "check_binding", "is_loopback", "split_listen"]
 
 
 class Caller(Struct, frozen=True):
-    """Whoever a token stands for. `namespaces is None`: all of them."""
+    """The holder of a token. `namespaces` is None: all of them."""
 
     name: str
     verbs: frozenset[str]
@@ -29,19 +29,14 @@ class Caller(Struct, frozen=True):
 
     def require_verb(self, verb: str) -> None:
         if verb not in self.verbs:
-            raise Forbidden(f"the token {self.name!r} lacks the verb {verb!r}")
+            raise Forbidden(f"the token {self.name!r} does not have the verb {verb!r}")
 
     def require_namespace(self, namespace: str) -> None:
         if not self.may_see(namespace):
-            raise Forbidden(f"the token {self.name!r} is not for the namespace {namespace!r}", field="namespace")
+            raise Forbidden(f"the token {self.name!r} does not allow the namespace {namespace!r}", field="namespace")
 
     def may_see(self, namespace: str) -> bool:
         return self.namespaces is None or namespace in self.namespaces
-
-
-class _CrossOrigin(Forbidden):
-    code = "cross_origin"
-    title = "Sent by the page of another web site"
 
 
 _ALL_VERBS = frozenset({"read", "write", "admin"})
@@ -53,7 +48,7 @@ class Authenticator:
 
     def __init__(self, auth: Auth) -> None:
         self._callers = [(token.sha256.lower(), _caller(token)) for token in auth.tokens]
-        self._verified: dict[str, Caller] = {}  # by Authorization header; no more than there are tokens
+        self._verified: dict[str, Caller] = {}  # by Authorization header; limited by the number of tokens
 
     def caller(self, request: Request) -> Caller:
         if request.header(b"origin") is not None:
@@ -62,7 +57,7 @@ class Authenticator:
             return ANYONE
         header = request.header(b"authorization")
         if header is None:
-            raise Unauthenticated("this server wants a token: send `Authorization: Bearer TOKEN`")
+            raise Unauthenticated("this server requires a token: send `Authorization: Bearer TOKEN`")
         known = self._verified.get(header)
         return self._verify(header) if known is None else known
 
@@ -76,8 +71,8 @@ class Authenticator:
             if hmac.compare_digest(digest, expected):
                 found = caller
         if found is None:
-            raise Unauthenticated("the token is not known")
-        if len(self._verified) < 2 * len(self._callers):  # the same token may be spelled in two ways
+            raise Unauthenticated("the token is unknown")
+        if len(self._verified) < 2 * len(self._callers):  # one token may be written in two ways
             self._verified[header] = found
         return found
 
@@ -90,18 +85,18 @@ def _caller(token: Token) -> Caller:
 
 
 def _refuse_other_sites(request: Request, *, open_to_all: bool) -> None:
-    """A web page must not use a visitor's browser to reach a server on his machine.
+    """A web page must not be able to reach a server on its visitor's machine through the visitor's browser.
 
-    Only browsers send Origin. It must be the address the request was sent to; and without tokens that
-    address must be a loopback one, because a page can make its own name point there (DNS rebinding).
+    Only browsers send Origin. It must be the address that the request was sent to. Without tokens that address must be
+    a loopback address, because a web site can make its own name resolve to one (DNS rebinding).
     """
     try:
         origin = urlsplit(request.header(b"origin") or "")
-    except ValueError:  # brackets that do not match: no browser's
+    except ValueError:  # brackets that do not match: not sent by a browser
         origin = urlsplit("")
     same = bool(origin.netloc) and origin.netloc == (request.header(b"host") or "")
     if not same or (open_to_all and not _is_loopback_host(origin.hostname or "")):
-        raise _CrossOrigin("requests from the pages of other sites are refused")
+        raise CrossOrigin("requests from pages of other web sites are refused")
 
 
 def split_listen(listen: str) -> tuple[str, int]:
@@ -126,9 +121,9 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def check_binding(config: Config) -> None:
-    """Refuse to be reachable from other machines without tokens."""
+    """Refuse an address that other machines can reach if there are no tokens."""
     if not config.auth.tokens and not is_loopback(config.server.listen):
         raise SetupError(
-            f"server.listen = {config.server.listen!r} can be reached from other machines, and there are no tokens. "
-            "Make one with `duetime token new` and put it under [[auth.tokens]], or listen on 127.0.0.1"
+            f"server.listen = {config.server.listen!r} can be reached from other machines, but there are no tokens. "
+            "Create one with `duetime token new` and add it as [[auth.tokens]], or listen on 127.0.0.1"
         )

@@ -1,14 +1,12 @@
-"""Requests, from the JSON of `wire.py` to the model.
+"""Requests: from the JSON of `wire.py` to the types of the domain.
 
-A request is checked here, whole, before anything acts on it, and every error names the field at fault.
-The payload is never decoded: it is checked where it stands and kept byte for byte, because a receiver
-may have signed or hashed it, and because numbers would not survive. Creates are the hot path.
+A request is checked here completely before anything acts on it, and every error names the wrong field. The payload is
+not decoded: it is checked as text and kept byte for byte, because its sender may have signed or hashed it, and because
+decoding would change some numbers. Creates are the hot path.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import math
 import re
@@ -21,12 +19,13 @@ from msgspec import UNSET, Raw, UnsetType
 
 from duetime import wire
 from duetime.config import Limits
+from duetime.domain.headers import check_headers
 from duetime.domain.instants import format_duration, parse_duration, parse_instant
+from duetime.domain.secrets import check_secrets
 from duetime.domain.timer import (
     DAY_MS,
     ID_BYTES_MAX,
     MINUTE_MS,
-    SECRET_PREFIX,
     Missed,
     Namespace,
     NamespaceSpec,
@@ -36,22 +35,19 @@ from duetime.domain.timer import (
     TimerKey,
     TimerPatch,
     TimerSpec,
-    is_redacted_secret,
 )
 from duetime.errors import InvalidField, TooLarge
-from duetime.wire import SECRETS_MAX, URL_BYTES_MAX
+from duetime.wire import URL_BYTES_MAX
 
 TAGS_MAX = 20
 TAG_BYTES_MAX = 64
-HEADERS_MAX = 32
-HEADERS_BYTES_MAX = 8_192
 YEAR_MS = 366 * DAY_MS
 
 S = TypeVar("S")
 T = TypeVar("T")
 Body = bytes | bytearray | Raw
 
-# --- requests: what is asked for -----------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------
 
 _create = msgspec.json.Decoder(wire.CreateTimerJson)
 _update = msgspec.json.Decoder(wire.UpdateTimerJson)
@@ -70,12 +66,12 @@ def decode_create(body: Body, limits: Limits) -> TimerSpec:
     execute_at_ms = delay_ms = None
     if given.execute_at is not None:
         if given.delay is not None:
-            raise InvalidField("delay", "delay and executeAt exclude each other: give one of them")
+            raise InvalidField("delay", "only one of delay and executeAt is allowed")
         execute_at_ms = _instant("executeAt", given.execute_at)
     elif given.delay is not None:
         delay_ms = _duration("delay", given.delay)
     else:
-        raise InvalidField("executeAt", "executeAt or delay is required: when to call")
+        raise InvalidField("executeAt", "executeAt or delay is required")
     return TimerSpec(
         namespace=namespace,
         timer_id=timer_id,
@@ -86,7 +82,7 @@ def decode_create(body: Body, limits: Limits) -> TimerSpec:
         retry_policy=None if given.retry_policy is None else _retry_policy(given.retry_policy),
         callback_timeout_seconds=given.callback_timeout_seconds,
         correlation_id=None if given.correlation_id is None else checked_id("correlationId", given.correlation_id),
-        headers=checked_headers(given.headers) if given.headers else None,
+        headers=_headers(given.headers) if given.headers else None,
         tags=_tags(given.tags) if given.tags else (),
         missed=None if given.missed is None else _missed(given.missed),
         if_absent=given.if_absent,
@@ -97,7 +93,7 @@ def decode_update(body: Body, limits: Limits) -> tuple[TimerKey, TimerPatch]:
     given = _decoded(_update, body)
     key = TimerKey(checked_id("namespace", given.namespace), checked_id("timerId", given.timer_id))
     if given.execute_at is not UNSET and given.delay is not UNSET:
-        raise InvalidField("delay", "delay and executeAt exclude each other: give one of them")
+        raise InvalidField("delay", "only one of delay and executeAt is allowed")
     patch = TimerPatch(
         execute_at_ms=UNSET if given.execute_at is UNSET else _instant("executeAt", given.execute_at),
         delay_ms=UNSET if given.delay is UNSET else _duration("delay", given.delay),
@@ -106,12 +102,12 @@ def decode_update(body: Body, limits: Limits) -> tuple[TimerKey, TimerPatch]:
         retry_policy=_if_given(given.retry_policy, _retry_policy),
         callback_timeout_seconds=given.callback_timeout_seconds,
         correlation_id=_if_given(given.correlation_id, lambda text: checked_id("correlationId", text)),
-        headers=_if_given(given.headers, checked_headers),
+        headers=_if_given(given.headers, _headers),
         tags=_if_given(given.tags, _tags),
         missed=_if_given(given.missed, _missed),
     )
     if patch == TimerPatch():
-        raise InvalidField(None, "the update names no field to change")
+        raise InvalidField(None, "the update has no field to change")
     return key, patch
 
 
@@ -125,11 +121,12 @@ def decode_timer_key(body: Body) -> TimerKey:
 
 
 def decode_timers(body: Body, limits: Limits) -> list[Raw]:
-    """The items of createMany and deleteMany, each still to be decoded: a bad one must not hurt the others."""
+    """The items of createMany and deleteMany, not decoded yet: a wrong item must not affect the others."""
     items = _decoded(_raw_timers, body).timers
     if len(items) > limits.batch_timers_max:
         raise InvalidField(
-            "timers", f"timers has {len(items)} items; one request may have {limits.batch_timers_max}: send several"
+            "timers",
+            f"timers must have at most {limits.batch_timers_max} items, not {len(items)}: send several requests",
         )
     return items
 
@@ -207,14 +204,14 @@ def decode_cluster_query(body: Body) -> wire.ClusterQueryJson:
 _nothing = msgspec.json.Decoder(wire.EmptyJson)
 _cluster_query = msgspec.json.Decoder(wire.ClusterQueryJson)
 
-# --- requests: what is wrong with them -----------------------------------------------------------
+# --- errors of requests --------------------------------------------------------------------------
 
 
 def _decoded(decoder: msgspec.json.Decoder[S], body: Body) -> S:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
+        raise _with_field(str(error)) from None
     except msgspec.DecodeError as error:
         raise _malformed(bytes(body), str(error)) from None
     except UnicodeDecodeError:
@@ -226,7 +223,7 @@ def _decoded(decoder: msgspec.json.Decoder[S], body: Body) -> S:
 _NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
 
 
-def _explained(message: str) -> InvalidField:
+def _with_field(message: str) -> InvalidField:
     """msgspec's "Expected `int`, got `str` - at `$.retryPolicy.maxRetries`" as an error that names the field."""
     fault, _, path = message.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
@@ -238,9 +235,9 @@ def _explained(message: str) -> InvalidField:
         if field == "schedule":
             return InvalidField(field, "schedule is not supported by this version: use executeAt or delay")
         return InvalidField(field, f"{field} is not a field of this request")
-    field, of_values, _ = path.partition("[...]")  # msgspec does not say which entry of a map it was
+    field, of_values, _ = path.partition("[...]")  # msgspec does not say which entry of a map is wrong
     subject = f"every value of {field}" if of_values else field or "the body"
-    return InvalidField(field or None, f"{subject} {_in_words(fault)}")
+    return InvalidField(field or None, f"{subject} {_described(fault)}")
 
 
 _EXPECTED = re.compile(r"Expected `([a-z |]+)`(?: ([<>]=) ([0-9.]+))?(?:, got `(\w+)`)?")
@@ -252,21 +249,21 @@ _KINDS = {
     "array": "a list",
     "object": "an object",
 }
-_KINDS_MET = {**_KINDS, "int": "a number", "float": "a decimal number"}
+_KINDS_FOUND = {**_KINDS, "int": "a number", "float": "a decimal number"}
 
 
-def _in_words(fault: str) -> str:
-    """msgspec speaks of the types of Python; whoever sends JSON knows them by other names."""
+def _described(fault: str) -> str:
+    """msgspec names the types of Python; the sender of JSON knows them by other names."""
     if fault.startswith("Invalid enum value "):  # the only enum of a request is `state`
         return f"must be one of {', '.join(State)}, not {fault.removeprefix('Invalid enum value ')}"
     match = _EXPECTED.fullmatch(fault)
     if match is None:
         return f"is not valid: {fault}"
-    kinds, relation, bound, met = match.groups()
+    kinds, relation, bound, found = match.groups()
     words = " or ".join(_KINDS.get(kind, kind) for kind in kinds.split(" | ") if kind != "null")
     if relation is not None:
         return f"must be {words} of at {'least' if relation == '>=' else 'most'} {bound.removesuffix('.0')}"
-    return f"must be {words}" + (f", not {_KINDS_MET.get(met, met)}" if met else "")
+    return f"must be {words}" + (f", not {_KINDS_FOUND.get(found, found)}" if found else "")
 
 
 def _malformed(body: bytes, message: str) -> InvalidField:
@@ -274,16 +271,16 @@ def _malformed(body: bytes, message: str) -> InvalidField:
         return InvalidField(None, "the body is empty: send a JSON object")
     field = _field_with_lone_surrogate(body)
     if field is not None:
-        return InvalidField(field or None, f"{field or 'the body'} has half of a surrogate pair, which is no character")
+        return InvalidField(field or None, f"{field or 'the body'} must not contain half of a surrogate pair")
     return InvalidField(None, f"the body is not valid JSON: {message.removeprefix('JSON is malformed: ')}")
 
 
 def _field_with_lone_surrogate(body: bytes) -> str | None:
-    """Which top-level field holds a lone surrogate; "" if another place does, None if none. Not a hot path."""
+    """The top-level field that contains half of a surrogate pair; "" if another place does, None if none does."""
     if re.search(rb"\\u[dD][89a-fA-F]", body) is None:
         return None
     try:
-        # Objects as lists of their members: of two with one name, either may be the one.
+        # Objects as lists of pairs: if a name occurs twice, either of the two may be the wrong one.
         document = json.loads(body, object_pairs_hook=list)
         for name, value in document if body.lstrip().startswith(b"{") else ():
             if _has_surrogate(value):
@@ -301,7 +298,7 @@ def _has_surrogate(value: Any) -> bool:
 
 
 def checked_id(field: str, text: str) -> str:
-    """An id, a name or a correlation id: bounded in bytes, because databases are."""
+    """A timer id, a name or a correlation id. Its bytes are limited because databases limit them."""
     if not 1 <= len(text) <= ID_BYTES_MAX or (not text.isascii() and _byte_length(field, text) > ID_BYTES_MAX):
         raise InvalidField(field, f"{field} must have 1 to {ID_BYTES_MAX} bytes")
     if "\0" in text:
@@ -313,7 +310,7 @@ def _byte_length(field: str, text: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        raise InvalidField(field, f"{field} has half of a surrogate pair, which is no character") from None
+        raise InvalidField(field, f"{field} must not contain half of a surrogate pair") from None
 
 
 def _instant(field: str, text: str) -> int:
@@ -344,7 +341,7 @@ def _retention(field: str, text: str | UnsetType | None, default_ms: int) -> int
 
 
 def _url(text: str) -> str:
-    """Only its size; whether it may be called is the deliverer's to say."""
+    """Checks only the size. The deliverer checks whether the URL may be called."""
     if not 1 <= _byte_length("callbackUrl", text) <= URL_BYTES_MAX:
         raise InvalidField("callbackUrl", f"callbackUrl must have 1 to {URL_BYTES_MAX} bytes")
     return text
@@ -352,7 +349,7 @@ def _url(text: str) -> str:
 
 @lru_cache(maxsize=1_024)
 def _retry_policy(given: wire.RetryPolicyJson) -> RetryPolicy:
-    """Cached: the timers of one program mostly carry the same few policies, which then are the same object."""
+    """Cached: most timers have one of a few policies, which then share one object."""
     initial_ms = _bounded("retryPolicy.initialInterval", given.initial_interval, 1, DAY_MS)
     if given.max_interval is None:
         max_interval_ms = max(10 * MINUTE_MS, initial_ms)
@@ -382,87 +379,33 @@ def _missed(given: wire.MissedJson) -> Missed:
 
 def _tags(tags: list[str]) -> tuple[str, ...]:
     if len(tags) > TAGS_MAX:
-        raise InvalidField("tags", f"tags must be at most {TAGS_MAX}")
+        raise InvalidField("tags", f"tags must have at most {TAGS_MAX} items")
     for tag in tags:
         if not 1 <= _byte_length("tags", tag) <= TAG_BYTES_MAX or "\0" in tag:
-            raise InvalidField("tags", f"tags must have 1 to {TAG_BYTES_MAX} bytes each, without NUL")
+            raise InvalidField("tags", f"tags must have 1 to {TAG_BYTES_MAX} bytes each and no NUL")
     return tuple(dict.fromkeys(tags))
 
 
-_HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+", re.ASCII)
-_HEADER_VALUE = re.compile(r"(?:[!-~](?:[ \t!-~]*[!-~])?)?", re.ASCII)
-# Of the connection (hop by hop), of the message's framing, or made by Duetime for every callback.
-_RESERVED_HEADERS = frozenset(
-    {
-        "host",
-        "content-length",
-        "content-type",
-        "content-encoding",
-        "transfer-encoding",
-        "connection",
-        "keep-alive",
-        "te",
-        "trailer",
-        "upgrade",
-        "expect",
-        "proxy-connection",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "accept",
-        "accept-encoding",
-        "user-agent",
-        "idempotency-key",
-        "traceparent",
-    }
-)
-_RESERVED_PREFIXES = ("webhook-", "duetime-")
-
-
-def checked_headers(headers: dict[str, str]) -> dict[str, str]:
-    """Headers that can be sent as they are: nothing in them ends a line, frames a message or poses as Duetime."""
-    if len(headers) > HEADERS_MAX or sum(len(n) + len(v) for n, v in headers.items()) > HEADERS_BYTES_MAX:
-        raise InvalidField("headers", f"headers must be at most {HEADERS_MAX}, with {HEADERS_BYTES_MAX} bytes in all")
-    seen: set[str] = set()
-    for name, value in headers.items():
-        if _HEADER_NAME.fullmatch(name) is None:
-            raise InvalidField("headers", f"headers: {name!r} is not a header name")
-        lower = name.lower()
-        if lower in _RESERVED_HEADERS or lower.startswith(_RESERVED_PREFIXES):
-            raise InvalidField("headers", f"headers: {name} is set by Duetime itself")
-        if lower in seen:
-            raise InvalidField("headers", f"headers: {name} is named twice")
-        seen.add(lower)
-        if _HEADER_VALUE.fullmatch(value) is None:
-            raise InvalidField("headers", f"headers: the value of {name} must be visible ASCII, without line breaks")
+def _headers(headers: dict[str, str]) -> dict[str, str]:
+    try:
+        check_headers(headers)
+    except ValueError as error:
+        raise InvalidField("headers", f"headers {error}") from None
     return headers
 
 
 def _secrets(secrets: list[str]) -> tuple[str, ...]:
-    if len(secrets) > SECRETS_MAX:
-        raise InvalidField("signingSecrets", f"signingSecrets must be at most {SECRETS_MAX}")
-    for secret in secrets:
-        if not is_redacted_secret(secret):
-            _check_secret(secret)
-    return tuple(secrets)
-
-
-def _check_secret(secret: str) -> None:
     try:
-        if not secret.startswith(SECRET_PREFIX):
-            raise ValueError
-        key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
-        if not 24 <= len(key) <= 64:
-            raise ValueError
-    except (ValueError, binascii.Error):
-        raise InvalidField(
-            "signingSecrets", 'signingSecrets must be "whsec_" and the base64 of 24 to 64 random bytes'
-        ) from None
+        check_secrets(secrets)
+    except ValueError as error:
+        raise InvalidField("signingSecrets", f"signingSecrets {error}") from None
+    return tuple(secrets)
 
 
 # --- the payload ---------------------------------------------------------------------------------
 
-# A number that does not fit a double has 200 digits, or an exponent of three. These find all such numbers,
-# and texts that look alike; only then is it worth while to look closely. Both run in linear time.
+# A number that a double cannot hold has at least 200 digits, or an exponent of at least three digits. These patterns
+# find all such numbers, and some other text; only then is the payload parsed. Both run in linear time.
 _HUGE_EXPONENT = re.compile(rb"[eE][+]?0*[0-9]{3}")
 _HUGE_NUMBER = re.compile(rb"(?<![0-9])[0-9]{200}")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
@@ -471,18 +414,18 @@ _ONE_KIND_OF_BRACKETS = bytes.maketrans(b"{}", b"[]")
 
 
 def checked_payload(raw: Raw | bytes, limits: Limits) -> str | None:
-    """The payload's text, unchanged; None for null. Its grammar was checked when the request was decoded."""
+    """The text of the payload, unchanged; None for null. The decoder of the request has checked that it is JSON."""
     payload = bytes(raw)
     if payload == b"null":
         return None
     if len(payload) > limits.payload_bytes_max:
         raise TooLarge(
-            f"payload has {len(payload)} bytes; at most {limits.payload_bytes_max} are allowed", field="payload"
+            f"payload must have at most {limits.payload_bytes_max} bytes, not {len(payload)}", field="payload"
         )
     if payload.count(b"[") + payload.count(b"{") > limits.json_depth_max and _deeper_than(
         limits.json_depth_max, payload
     ):
-        raise InvalidField("payload", f"payload is nested more than {limits.json_depth_max} deep")
+        raise InvalidField("payload", f"payload must be nested at most {limits.json_depth_max} deep")
     try:
         text = payload.decode()
     except UnicodeDecodeError:
@@ -497,7 +440,7 @@ def _deeper_than(depth_max: int, payload: bytes) -> bool:
     for _ in range(depth_max):
         if not brackets:
             return False
-        # The innermost level goes; what opens and closes around it is the innermost next.
+        # Removes the innermost level; the one around it becomes the innermost.
         brackets = brackets.replace(b"[]", b"")
     return bool(brackets)
 
@@ -505,4 +448,4 @@ def _deeper_than(depth_max: int, payload: bytes) -> bool:
 def _finite(number: str) -> None:
     if not math.isfinite(float(number)):
         shown = number if len(number) <= 20 else f"{number[:20]}…"
-        raise InvalidField("payload", f"payload has the number {shown}, which is beyond what a double can hold")
+        raise InvalidField("payload", f"payload has the number {shown}, which a double cannot hold")

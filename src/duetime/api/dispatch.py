@@ -1,4 +1,4 @@
-"""The HTTP API: finds the route, asks who is calling, decodes, calls the service, encodes. Decides nothing."""
+"""The HTTP API: finds the route, authenticates, decodes, calls the service, encodes. It makes no other decision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from duetime.api.routes import PREFIX, ROUTES
 from duetime.cluster.peer_protocol import REFUSED
 from duetime.config import Config
 from duetime.domain.timer import TimerKey, TimerSpec
-from duetime.errors import DuetimeError, NotFound, Rejected, Unauthenticated
+from duetime.errors import DuetimeError, MethodNotAllowed, NotFound, Unauthenticated, UnsupportedMediaType
 from duetime.http.server import JSON, PROBLEM_JSON, Request, Response
 from duetime.service.service import Service
 from duetime.telemetry import Telemetry
@@ -27,12 +27,12 @@ __all__ = ["Api"]
 
 log = logging.getLogger("duetime.api")
 
-Answering = Callable[[bytes, Caller], Awaitable[bytes]]
+Operation = Callable[[bytes, Caller], Awaitable[bytes]]
 
 TEXT = b"text/plain; charset=utf-8"
 HTML = b"text/html; charset=utf-8"
 METRICS = b"text/plain; version=0.0.4; charset=utf-8"
-# The documents are ours and whole: a page of them needs nothing from anywhere, and may be framed nowhere.
+# The pages contain everything they need: nothing is loaded from elsewhere, and no other page may embed them.
 _DOCUMENT_HEADERS = (
     ("content-security-policy", "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"),
     ("x-content-type-options", "nosniff"),
@@ -40,28 +40,16 @@ _DOCUMENT_HEADERS = (
 )
 
 
-class WrongMethod(Rejected):
-    status = 405
-    code = "method_not_allowed"
-    title = "Method not allowed"
-
-
-class WrongMediaType(Rejected):
-    status = 415
-    code = "unsupported_media_type"
-    title = "Unsupported media type"
-
-
 class Api:
-    """`handle` is what a server calls, ours or (through asgi.py) any other."""
+    """`handle` is the handler of the HTTP server."""
 
     def __init__(self, service: Service, config: Config, telemetry: Telemetry) -> None:
         self._service = service
         self._limits = config.limits
         self._telemetry = telemetry
-        self._gate = Authenticator(config.auth)
+        self._authenticator = Authenticator(config.auth)
         self._peers = PeerServer(service)
-        answering: dict[str, Answering] = {
+        operations: dict[str, Operation] = {
             "timers/create": self._create,
             "timers/get": self._get,
             "timers/update": self._update,
@@ -79,9 +67,9 @@ class Api:
             "cluster/status": self._cluster_status,
             "cluster/map": self._cluster_map,
         }
-        self._posts = {PREFIX + route.path: (answering[route.path], route.verb) for route in ROUTES}
+        self._posts = {PREFIX + route.path: (operations[route.path], route.verb) for route in ROUTES}
         self._gets: dict[str, Callable[[Request], Response]] = {
-            "/": self._pointer,
+            "/": self._root,
             "/healthz": self._healthz,
             "/readyz": self._readyz,
             "/metrics": self._metrics,
@@ -94,7 +82,7 @@ class Api:
             post = self._posts.get(request.path)
             if post is not None and request.method == "POST":
                 answer, verb = post
-                caller = self._gate.caller(request)
+                caller = self._authenticator.caller(request)
                 caller.require_verb(verb)
                 _check_media_type(request)
                 response = Response(200, await answer(request.body, caller))
@@ -103,12 +91,14 @@ class Api:
             else:
                 response = self._answer_get(request)
         except DuetimeError as error:
-            at_peers_door = request.path in PeerServer.paths
-            response = _problem(error, headers=((REFUSED, "not carried out"),) if at_peers_door else ())
+            is_from_peer = request.path in PeerServer.paths
+            response = _problem(error, headers=((REFUSED, "not carried out"),) if is_from_peer else ())
         except Exception:
             request_id = secrets.token_hex(8)
-            log.exception("request %s: %s %s failed", request_id, request.method, request.path)
-            response = _problem(DuetimeError(f"internal error; the log has more under {request_id}"), request_id)
+            log.exception("unexpected error in request %s: %s %s", request_id, request.method, request.path)
+            response = _problem(
+                DuetimeError(f"internal error; the server's log has the details under {request_id}"), request_id
+            )
         self._telemetry.requests.add(_STATUS_TEXT[response.status])
         return response
 
@@ -165,27 +155,27 @@ class Api:
     async def _create_namespace(self, body: bytes, caller: Caller) -> bytes:
         spec = decode.decode_namespace_create(body, self._limits)
         caller.require_namespace(spec.name)
-        return encode.encode_namespace(await self._service.create_namespace(spec))
+        return encode.encode_namespace(await self._service.namespaces.create(spec))
 
     async def _get_namespace(self, body: bytes, caller: Caller) -> bytes:
         name = decode.decode_namespace_name(body)
         caller.require_namespace(name)
-        return encode.encode_namespace(await self._service.get_namespace(name))
+        return encode.encode_namespace(await self._service.namespaces.get(name))
 
     async def _list_namespaces(self, body: bytes, caller: Caller) -> bytes:
         decode.decode_nothing(body)
-        known = await self._service.list_namespaces()
+        known = await self._service.namespaces.list_all()
         return encode.encode_namespaces([namespace for namespace in known if caller.may_see(namespace.name)])
 
     async def _update_namespace(self, body: bytes, caller: Caller) -> bytes:
         spec = decode.decode_namespace_update(body, self._limits)
         caller.require_namespace(spec.name)
-        return encode.encode_namespace(await self._service.update_namespace(spec))
+        return encode.encode_namespace(await self._service.namespaces.update(spec))
 
     async def _delete_namespace(self, body: bytes, caller: Caller) -> bytes:
         name = decode.decode_namespace_name(body)
         caller.require_namespace(name)
-        await self._service.delete_namespace(name)
+        await self._service.namespaces.delete(name)
         return b"{}"
 
     async def _cluster_status(self, body: bytes, caller: Caller) -> bytes:
@@ -197,24 +187,24 @@ class Api:
         decode.decode_nothing(body)
         return encode.encode_shard_map(self._service.shard_map(), caller.may_see)
 
-    # -- what is read with GET
+    # -- pages and texts, read with GET
 
     def _answer_get(self, request: Request) -> Response:
         answer = self._gets.get(request.path)
         if answer is None and request.path not in self._posts:
-            raise NotFound(f"there is nothing at {request.path}; /docs lists what there is", code="path_not_found")
+            raise NotFound(f"there is no path {request.path}; /docs lists all paths", code="path_not_found")
         if answer is None or request.method not in ("GET", "HEAD"):
             allowed = "POST" if answer is None else "GET, HEAD"
-            error = WrongMethod(f"{request.path} takes {allowed}, not {request.method}")
+            error = MethodNotAllowed(f"{request.path} allows {allowed}, not {request.method}")
             return _problem(error, headers=(("allow", allowed),))
         return answer(request)
 
-    def _pointer(self, _: Request) -> Response:
-        text = b"This is Duetime. Its API is described at /docs, and for programs at /openapi.json.\n"
+    def _root(self, _: Request) -> Response:
+        text = b"This is Duetime. The API is described at /docs, and for programs at /openapi.json.\n"
         return Response(307, text, TEXT, (("location", "/docs"),))
 
     def _healthz(self, _: Request) -> Response:
-        # Clients that were told an address make sure that it leads to the instance they mean.
+        # A client that got an address from the cluster map checks that the expected instance answers there.
         return Response(200, b"alive\n", TEXT, (("duetime-instance", self._service.as_peer().instance_id),))
 
     def _readyz(self, _: Request) -> Response:
@@ -224,7 +214,7 @@ class Api:
         return Response(503, f"not ready: {reason}\n".encode(), TEXT, (("retry-after", "1"),))
 
     def _metrics(self, request: Request) -> Response:
-        self._gate.caller(request).require_verb("read")
+        self._authenticator.caller(request).require_verb("read")
         return Response(200, self._telemetry.render().encode(), METRICS)
 
     def _openapi(self, _: Request) -> Response:
@@ -258,7 +248,7 @@ def _check_media_type(request: Request) -> None:
         return
     media_type = given.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
-        raise WrongMediaType(f"the body must be JSON: send `Content-Type: application/json`, not {media_type}")
+        raise UnsupportedMediaType(f"the body must be JSON: send `Content-Type: application/json`, not {media_type}")
 
 
 def _problem(error: DuetimeError, request_id: str | None = None, headers: tuple[tuple[str, str], ...] = ()) -> Response:

@@ -1,4 +1,4 @@
-"""The page at /docs: the OpenAPI document for people. One file, nothing loaded from anywhere."""
+"""The page at /docs: the OpenAPI document as HTML. It is one file and loads nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["docs_page"]
 
 Json = dict[str, Any]
 
-# Replaced in the browser by the address the page came from, so that the examples run as they stand.
+# Replaced in the browser by the address of the page, so that the examples can be copied and run.
 _SERVER = "http://127.0.0.1:8463"
 
 
@@ -91,15 +91,15 @@ def _table(schema: Json) -> str:
     required = set(schema.get("required", ()))
     rows = [
         f"<tr><td><code>{escape(name)}</code>{' <small>required</small>' if name in required else ''}</td>"
-        f"<td>{_type(part)}</td><td>{_about(part)}</td></tr>"
+        f"<td>{_type(part)}</td><td>{_description(part)}</td></tr>"
         for name, part in schema["properties"].items()
     ]
     return f"<table class=fields>{''.join(rows)}</table>"
 
 
 def _shape(name: str, schema: Json) -> str:
-    about = f"<p>{_inline(schema['description'])}</p>" if "description" in schema else ""
-    return f'<article id="shape-{name}"><h3>{escape(name)}</h3>{about}{_table(schema)}</article>'
+    description = f"<p>{_inline(schema['description'])}</p>" if "description" in schema else ""
+    return f'<article id="shape-{name}"><h3>{escape(name)}</h3>{description}{_table(schema)}</article>'
 
 
 def _type(part: Json) -> str:
@@ -117,7 +117,7 @@ def _type(part: Json) -> str:
 _ENUMS = {kind.__name__: [member.value for member in kind] for kind in (Outcome, State, Verdict)}
 
 
-def _about(part: Json) -> str:
+def _description(part: Json) -> str:
     texts = [_inline(part["description"])] if "description" in part else []
     choices = [part, *part.get("anyOf", ())]
     texts += [_inline(choice["description"]) for choice in choices[1:] if "description" in choice]

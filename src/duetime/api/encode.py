@@ -1,33 +1,23 @@
-"""Answers, from the model to the JSON of `wire.py`. A create's answer is the hot path."""
+"""Answers: from the types of the domain to the JSON of `wire.py`. The answer to a create is the hot path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Raw, Struct
 
 from duetime import wire
 from duetime.domain.instants import format_duration, format_instant
+from duetime.domain.secrets import redacted_secret
 from duetime.domain.status import ClusterStatus, MemberStatus, ShardMap, ShardStatus
-from duetime.domain.timer import (
-    NO_EXTRAS,
-    Created,
-    Extras,
-    Missed,
-    Namespace,
-    RetryPolicy,
-    TimerView,
-    Updated,
-    Verdict,
-    redacted_secret,
-)
+from duetime.domain.timer import NO_EXTRAS, Created, Extras, Missed, Namespace, RetryPolicy, TimerView, Updated, Verdict
 from duetime.errors import DuetimeError
 from duetime.wire import TimerJson
 
-V = TypeVar("V")
+S = TypeVar("S", bound=Struct)
 
 _encode = msgspec.json.Encoder().encode
 
@@ -173,72 +163,45 @@ def encode_shard_map(found: ShardMap, may_see: Callable[[str], bool]) -> bytes:
 
 
 def encode_cluster_status(status: ClusterStatus, *, with_destinations: bool) -> bytes:
-    """`with_destinations`: whom timers are held for is not for those who may see some namespaces only."""
+    """`with_destinations` is False for tokens of some namespaces: destinations may belong to other namespaces."""
     return _encode(
-        wire.ClusterStatusJson(
-            instance_id=status.instance_id,
-            version=status.version,
-            store=status.store,
-            ready=status.ready,
-            reason=_or_unset(status.reason),
-            clock_skew_max_ms=status.clock_skew_max_ms,
-            dead_after_ms=status.dead_after_ms,
+        _copied(
+            wire.ClusterStatusJson,
+            status,
             members=[_member_json(member, with_destinations) for member in status.members],
-            shard_counts=wire.ShardCountsJson(**msgspec.structs.asdict(status.shard_counts)),
+            shard_counts=_copied(wire.ShardCountsJson, status.shard_counts),
             unowned_shards=list(status.unowned_shards),
             shards=UNSET if status.shards is None else [_shard_json(shard) for shard in status.shards],
-            in_memory=status.in_memory,
-            in_flight=status.in_flight,
-            held=status.held,
-            writes_waiting=status.writes_waiting,
-            unreadable=status.unreadable,
-            clock_skew_ms=status.clock_skew_ms,
-            oldest_due_ms=_or_unset(status.oldest_due_ms),
-            lateness_p50_ms=_or_unset(status.lateness_p50_ms),
-            lateness_p99_ms=_or_unset(status.lateness_p99_ms),
         )
     )
 
 
 def _member_json(member: MemberStatus, with_destinations: bool) -> wire.MemberJson:
-    answer = wire.MemberJson(
-        instance_id=member.instance_id,
-        address=member.address,
-        alive=member.alive,
+    """The member's row, and in the same object what the member says of itself."""
+    reported = member.status
+    held_for = reported.held_for if reported is not None and with_destinations else ()
+    return _copied(
+        wire.MemberJson,
+        *((member,) if reported is None else (reported, member)),
         self=member.self_,
-        shards=member.shards,
         joined_at=format_instant(member.joined_at_ms),
-        unreachable=_or_unset(member.unreachable),
+        held_for=[_copied(wire.HeldForJson, destination) for destination in held_for] or UNSET,
     )
-    if (status := member.status) is not None:
-        answer.version = status.version
-        answer.ready = status.ready
-        answer.reason = _or_unset(status.reason)
-        answer.lease_ms = status.lease_ms
-        answer.clock_skew_ms = status.clock_skew_ms
-        answer.in_memory = status.in_memory
-        answer.in_flight = status.in_flight
-        answer.held = status.held
-        answer.writes_waiting = status.writes_waiting
-        answer.unreadable = status.unreadable
-        answer.oldest_due_ms = _or_unset(status.oldest_due_ms)
-        answer.lateness_p50_ms = _or_unset(status.lateness_p50_ms)
-        answer.lateness_p99_ms = _or_unset(status.lateness_p99_ms)
-        if status.held_for and with_destinations:
-            answer.held_for = [wire.HeldForJson(**msgspec.structs.asdict(place)) for place in status.held_for]
-    return answer
 
 
 def _shard_json(shard: ShardStatus) -> wire.ShardJson:
-    return wire.ShardJson(
-        shard.shard_id,
-        shard.version,
-        _or_unset(shard.owner_id),
-        _or_unset(shard.owner_address),
-        _or_unset(shard.in_memory),
-        UNSET if shard.horizon_ms is None else format_instant(shard.horizon_ms),
-    )
+    horizon = UNSET if shard.horizon_ms is None else format_instant(shard.horizon_ms)
+    return _copied(wire.ShardJson, shard, horizon=horizon)
 
 
-def _or_unset(value: V | None) -> V | UnsetType:
-    return UNSET if value is None else value
+def _copied(kind: type[S], *sources: Struct, **others: Any) -> S:
+    """A JSON object whose fields have the values of the fields of the same name; later sources win. None: left out.
+
+    So the figures of a status are named in domain/status.py and described in wire.py, and nowhere else.
+    """
+    values: dict[str, Any] = {}
+    for source in sources:
+        for name in source.__struct_fields__:
+            if name in kind.__struct_fields__ and (value := getattr(source, name)) is not None:
+                values[name] = value
+    return kind(**(values | others))

@@ -1,7 +1,7 @@
 """The OpenAPI 3.1 document, generated from the routes and the types of `wire.py`.
 
-`python -m duetime.api.openapi > spec/openapi.json` writes the copy in the repository; a test fails when
-it is not what the code says.
+`python -m duetime.api.openapi > spec/openapi.json` writes the copy in the repository; a test fails if it differs from
+what the code generates.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ __all__ = ["openapi", "openapi_document"]
 Json = dict[str, Any]
 
 _DESCRIPTION = """\
-Duetime is a durable timer service: tell it what to call and when; it calls back, at least once.
+Duetime is a durable timer service: you tell it what to call and when, and it calls back at least once.
 
-All calls are `POST` with a JSON object, and answer with one. Field names are camelCase; a field that is not \
-known is an error, so that a typing mistake does not pass for a default. Instants are RFC 3339 with an offset, \
-durations texts such as `90s` or `PT1H30M`.
+All operations are `POST` with a JSON object, and answer with a JSON object. Field names are camelCase. An unknown \
+field is an error, so that a misspelled name is not silently ignored. Instants are RFC 3339 with an offset; durations \
+are strings such as `90s` or `PT1H30M`.
 
-Errors are `application/problem+json` (RFC 9457): programs look at `code`, and `field` names the field at fault. \
-With `not_applied` nothing was changed and the request may be repeated; with `outcome_unknown` the write may or \
-may not have happened. Then, as after no answer at all, reads, deletes and creates with `ifAbsent` may be repeated; \
-a plain create should not be, because it would fire again if the timer has fired meanwhile.
+Errors are `application/problem+json` (RFC 9457): programs should use `code`; `field` names the wrong field. With \
+`not_applied` nothing was changed and the request may be repeated. With `outcome_unknown` the write may or may not \
+have been applied. Then, and if there was no answer at all, reads, deletes and creates with `ifAbsent` may be \
+repeated. A plain create should not be repeated: if the timer has fired in the meantime, it would fire again.
 
-When the server has tokens, send one as `Authorization: Bearer TOKEN`. A token is good for some namespaces and \
-some of the verbs `read`, `write` and `admin`; `admin` includes the other two.
+If the server has tokens, send one as `Authorization: Bearer TOKEN`. A token allows some namespaces and some of the \
+verbs `read`, `write` and `admin`; `admin` includes the other two.
 """
 
 _PROBLEMS = {
-    400: "The request is at fault; `field` says where.",
-    401: "A token is required, and the one sent is none.",
-    403: "The token lacks the verb or the namespace; or (`cross_origin`) the page of another web site sent this.",
+    400: "The request is wrong; `field` names the wrong field.",
+    401: "A valid token is required.",
+    403: "The token does not allow the verb or the namespace, or (`cross_origin`) a page of another site sent this.",
     404: "There is no such timer or namespace (`timer_not_found`, `namespace_not_found`).",
-    408: "The request did not arrive in time; nothing was applied.",
+    408: "The request did not arrive completely in time; nothing was applied.",
     409: "The state of the timer or namespace does not allow this.",
     413: "The body or the payload is too large.",
     415: "The body is not declared as JSON.",
     429: "Too many writes are waiting; nothing was applied. Retry after the time in `Retry-After`.",
     431: "The head of the request is too large.",
-    500: "A defect of the server; `requestId` leads to it in the log.",
-    503: "`not_applied`: not now, nothing was changed, retry. `outcome_unknown`: the write may have been applied.",
+    500: "An internal error; the server's log has the details under `requestId`.",
+    503: "`not_applied`: nothing was changed, retry later. `outcome_unknown`: the write may have been applied.",
 }
-# 408, 431 and (too many connections) 503 may come before the path is even looked at.
+# 408, 431 and (too many connections) 503 may be answered before the path is read.
 _EVERYWHERE = (400, 401, 403, 408, 413, 415, 431, 500, 503)
 
 
@@ -76,8 +76,8 @@ def openapi() -> Json:
         "security": [{}, {"token": []}],
         "tags": [
             {"name": "timers", "description": "Future callbacks."},
-            {"name": "namespaces", "description": "Scopes of timer ids, with the defaults of their timers."},
-            {"name": "cluster", "description": "How the service itself is doing."},
+            {"name": "namespaces", "description": "Scopes of timer ids, with defaults for their timers."},
+            {"name": "cluster", "description": "The status of the service itself."},
             {"name": "server", "description": "For load balancers, monitoring and people."},
         ],
         "paths": {**{PREFIX + route.path: {"post": _operation(route)} for route in ROUTES}, **_documents()},
@@ -109,15 +109,15 @@ def _operation(route: Route) -> Json:
 
 
 def _documents() -> Json:
-    """What is read with GET."""
+    """The paths for GET."""
     text = {"text/plain": {"schema": {"type": "string"}}}
     ready = {
         "200": {"description": "Ready.", "content": text},
         "503": {"description": "Not ready; the body says why.", "content": text},
     }
     return {
-        "/healthz": _document("healthz", "Is the process alive?", {"200": {"description": "Yes.", "content": text}}),
-        "/readyz": _document("readyz", "Can it serve and fire?", ready),
+        "/healthz": _document("healthz", "Is the process running?", {"200": {"description": "Yes.", "content": text}}),
+        "/readyz": _document("readyz", "Can the instance serve requests and fire timers?", ready),
         "/metrics": _document(
             "metrics",
             "Metrics in the Prometheus text format",
@@ -161,7 +161,7 @@ def _short(name: str) -> str:
 
 
 def _tidy(schema: Any) -> Any:
-    """msgspec's schema as a person would write it: no titles, short names, `null` as a type beside the other."""
+    """The schema of msgspec without titles, with short names, and with `null` as one of two types instead of anyOf."""
     if isinstance(schema, list):
         return [_tidy(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
-"""The door for other instances: checks who is calling, hands the orders to the service, answers soon.
+"""Requests from other instances: checks the sender, hands the commands to the service, and answers soon.
 
-Every refusal happens before any order is looked at, so that the caller may take it for "not applied". From then
-on each order has an answer of its own, and the outcome of one that fails unexpectedly is unknown.
+A refused request is refused before any of its commands is carried out, so the sender knows that none was applied. After
+that each command has its own answer, and the outcome of one that fails unexpectedly is unknown.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 class PeerServer:
     paths = frozenset({COMMANDS_PATH, STATUS_PATH})
-    # An order that takes longer than this must not keep the others of its request waiting.
+    # A command that takes longer than this must not delay the answers to the others of its request.
     answer_within_s = 0.025
 
     def __init__(self, service: Service) -> None:
@@ -58,56 +58,56 @@ class PeerServer:
 
     async def handle(self, request: Request) -> Response:
         if request.path == STATUS_PATH:
-            self._admit(request, self._read(decode_status_request, request))
+            self._accept(request, self._read(decode_status_request, request))
             return Response(200, encode(self._service.instance_status()), MSGPACK)
         commands = self._read(decode_commands, request)
-        self._admit(request, commands)
+        self._accept(request, commands)
         return Response(200, encode(ReplyBatch(await self._answer(commands))), MSGPACK)
 
     def _read(self, decode: Any, request: Request) -> Any:
         try:
             return decode(request.body)
         except msgspec.MsgspecError as error:
-            raise InvalidField(None, f"not a request between instances: {error}") from None
+            raise InvalidField(None, f"the body is not a request between instances: {error}") from None
 
-    def _admit(self, request: Request, said: CommandBatch | StatusRequest) -> None:
+    def _accept(self, request: Request, sent: CommandBatch | StatusRequest) -> None:
         try:
-            self._check(request, said)
+            self._check(request, sent)
         except DuetimeError as error:
-            self._log_refusal(said, error)
+            self._log_refusal(sent, error)
             raise
 
-    def _check(self, request: Request, said: CommandBatch | StatusRequest) -> None:
-        me = self._service.as_peer()
+    def _check(self, request: Request, sent: CommandBatch | StatusRequest) -> None:
+        own = self._service.as_peer()
         signature = request.header(SIGNATURE.encode()) or ""
-        if said.to != me.instance_id:
-            raise Forbidden(f"this is instance {me.instance_id}, not {said.to}")
-        if not hmac.compare_digest(sign(me.secret, request.body).encode(), signature.encode("latin-1")):
-            raise Unauthenticated("not signed with this instance's secret")
-        if not self._numbers.is_new(me.instance_id, said.sender, said.number):
+        if sent.to != own.instance_id:
+            raise Forbidden(f"the request is for instance {sent.to}, this is instance {own.instance_id}")
+        if not hmac.compare_digest(sign(own.secret, request.body).encode(), signature.encode("latin-1")):
+            raise Unauthenticated("the request is not signed with this instance's secret")
+        if not self._numbers.is_new(own.instance_id, sent.sender, sent.number):
             raise Conflict("replayed request number")
 
-    def _log_refusal(self, said: CommandBatch | StatusRequest, error: DuetimeError) -> None:
-        """Once a minute for each kind of refusal: anybody who can reach the port can cause them."""
+    def _log_refusal(self, sent: CommandBatch | StatusRequest, error: DuetimeError) -> None:
+        """At most once a minute for each kind of refusal: anyone who can reach the port can cause them."""
         now = asyncio.get_running_loop().time()
         if now - self._logged_at.get(type(error), -_LOG_EVERY_S) >= _LOG_EVERY_S:
             self._logged_at[type(error)] = now
             log.warning(
-                "refused a request from instance %.64r to instance %.64r: %.200s", said.sender, said.to, error.detail
+                "refused a request from instance %.64r to instance %.64r: %.200s", sent.sender, sent.to, error.detail
             )
 
     async def _answer(self, commands: CommandBatch) -> list[Reply]:
-        answers = [_begin(self._service.take, forward) for forward in commands.new]
-        answers += [_begin(self._service.taken, command_id) for command_id in commands.again]
+        answers = [_begin(self._service.forwarded.receive, forward) for forward in commands.new]
+        answers += [_begin(self._service.forwarded.answer_to, command_id) for command_id in commands.again]
         waiting = {answer for answer in answers if not answer.done()}
         if waiting:
-            await asyncio.wait(waiting, timeout=self.answer_within_s)  # leaves those alone that are not done by then
+            await asyncio.wait(waiting, timeout=self.answer_within_s)  # does not cancel those that are not done
         return [_reply(answer) if answer.done() else _UNDECIDED for answer in answers]
 
 
 def _begin(call: Callable[[T], asyncio.Future[CommandAnswer]], command: T) -> asyncio.Future[CommandAnswer]:
-    """An error that is raised at once is the answer to this order alone. The other orders of the request may have
-    been taken, so the whole request must not fail, and must not look refused."""
+    """An error raised here is the answer to this command only. Other commands of the request may have been started, so
+    the request as a whole must not fail and must not look refused."""
     try:
         return call(command)
     except Exception as error:
@@ -118,13 +118,16 @@ def _begin(call: Callable[[T], asyncio.Future[CommandAnswer]], command: T) -> as
 
 def _reply(answer: asyncio.Future[CommandAnswer]) -> Reply:
     if answer.cancelled():
-        return reply_of(OutcomeUnknown("the owner stopped before the order was decided"))
+        return reply_of(OutcomeUnknown("the owner stopped before the command was decided"))
     error = answer.exception()
     if error is None:
         return reply_of(answer.result())
     if isinstance(error, DuetimeError):
         return reply_of(error)
-    log.error("unexpected error while carrying out an order of another instance", exc_info=error)
+    log.error(
+        "unexpected error in a command forwarded by another instance; its sender is told that the outcome is unknown",
+        exc_info=error,
+    )
     return reply_of(OutcomeUnknown(repr(error)))
 
 
@@ -135,12 +138,12 @@ class _RequestNumbers:
     """The numbers of the requests that were accepted under this instance's current id, by sender.
 
     They are discarded when this instance joins again under a new id: senders number their requests from 1 for each
-    receiver id, and requests to the previous id are refused because they name it.
+    receiver id, and requests to the previous id are refused because they name that id.
     """
 
     def __init__(self) -> None:
         self._receiver = ""
-        self._senders: dict[str, _Numbers] = {}  # ordered by the last request
+        self._senders: dict[str, _Numbers] = {}  # the sender with the latest request last
         # Senders removed from `_senders` to save memory: every number up to the highest counts as seen.
         self._retired: dict[str, int] = {}
 
@@ -157,15 +160,15 @@ class _RequestNumbers:
             numbers = _Numbers(self._retired.pop(sender, 0))
         self._senders[sender] = numbers
         if len(self._senders) > _SENDERS_MAX:
-            longest_silent = next(iter(self._senders))
-            self._retired[longest_silent] = self._senders.pop(longest_silent).highest
+            longest_unused = next(iter(self._senders))
+            self._retired[longest_unused] = self._senders.pop(longest_unused).highest
             if len(self._retired) > _SENDERS_RETIRED_MAX:
                 del self._retired[next(iter(self._retired))]
         return numbers
 
 
 class _Numbers:
-    """The numbers of one sender. All up to `_floor` count as seen; above it, those in `_seen` were."""
+    """The numbers of one sender. All up to `_floor` count as seen; above it, those in `_seen`."""
 
     __slots__ = ("_floor", "_seen", "highest")
 
@@ -179,7 +182,7 @@ class _Numbers:
             return False
         self._seen.add(number)
         self.highest = max(self.highest, number)
-        self._raise_floor(self.highest - _NUMBERS_KEPT)  # a request below that arrives later is refused
+        self._raise_floor(self.highest - _NUMBERS_KEPT)  # a request with a lower number is refused from now on
         while self._floor + 1 in self._seen:
             self._floor += 1
             self._seen.remove(self._floor)

@@ -1,6 +1,6 @@
-"""The table of the HTTP API: every POST path with its request, its answer and the verb it needs.
+"""The table of the HTTP API: every POST path with its request, its answer and the verb it requires.
 
-Both the API and its OpenAPI document are made from it, so that they cannot drift.
+The API and its OpenAPI document are both made from it, so that they always agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Route(Struct, frozen=True, kw_only=True):
     summary: str
     description: str = ""
     example: dict[str, Any]
-    errors: tuple[int, ...] = ()  # beyond those every route may answer
+    errors: tuple[int, ...] = ()  # in addition to those of every route
 
 
 _REF = {"namespace": "default", "timerId": "order-17"}
@@ -37,9 +37,9 @@ ROUTES = (
         request=wire.CreateTimerJson,
         answer=wire.CreatedAnswer,
         summary="Create or replace a timer",
-        description="The answer means that the timer is on disk and will fire. A scheduled timer of the same name is "
-        "replaced; one that has fired meanwhile is made anew, and fires again. With `ifAbsent` a create may safely be "
-        "repeated. Give exactly one of `executeAt` and `delay`.",
+        description="The answer means that the timer is stored and will fire. A scheduled timer with the same id is "
+        "replaced. If the timer has fired already, a new one is created, which fires again. With `ifAbsent` a create "
+        "may safely be repeated. Exactly one of `executeAt` and `delay` is required.",
         example={
             "timerId": "order-17",
             "delay": "10s",
@@ -53,8 +53,9 @@ ROUTES = (
         verb="read",
         request=wire.TimerRefJson,
         answer=wire.TimerAnswer,
-        summary="Look at a timer",
-        description="Scheduled, in flight or, for as long as its namespace keeps it, reached.",
+        summary="Get a timer",
+        description="A timer that is scheduled, in flight or reached. Reached timers are kept for the retention of "
+        "their namespace.",
         example=_REF,
         errors=(404, 503),
     ),
@@ -64,7 +65,7 @@ ROUTES = (
         request=wire.UpdateTimerJson,
         answer=wire.UpdatedAnswer,
         summary="Change a scheduled timer",
-        description="Changes the fields that are given and keeps the others. A timer that is over is a 409: "
+        description="Changes the fields that are given and keeps the others. A reached timer is a 409: "
         "create it again, or replay it.",
         example={**_REF, "delay": "1h"},
         errors=(404, 409, 413, *_WRITE_ERRORS),
@@ -75,7 +76,7 @@ ROUTES = (
         request=wire.TimerRefJson,
         answer=wire.DeletedAnswer,
         summary="Cancel a timer",
-        description="After the answer no callback starts. The verdict says whether one was under way.",
+        description="After the answer no callback starts. The verdict says whether one had started before.",
         example=_REF,
         errors=(404, *_WRITE_ERRORS),
     ),
@@ -85,7 +86,7 @@ ROUTES = (
         request=wire.CreateTimersJson,
         answer=wire.CreatedManyAnswer,
         summary="Create up to 1,000 timers",
-        description="Much faster than one by one. Each item succeeds or fails by itself; look at every result.",
+        description="Much faster than one request for each. Each item succeeds or fails by itself: check every result.",
         example={
             "timers": [
                 {"timerId": "order-17", "delay": "10m", "callbackUrl": "http://127.0.0.1:9000/hooks/expire"},
@@ -99,7 +100,7 @@ ROUTES = (
         request=wire.DeleteTimersJson,
         answer=wire.DeletedManyAnswer,
         summary="Cancel up to 1,000 timers",
-        description="Each item succeeds or fails by itself; look at every result.",
+        description="Each item succeeds or fails by itself: check every result.",
         example={"timers": [{"timerId": "order-17"}, {"timerId": "order-18"}]},
     ),
     Route(
@@ -108,8 +109,8 @@ ROUTES = (
         request=wire.ListTimersJson,
         answer=wire.TimersAnswer,
         summary="List timers",
-        description="By time, a page at a time. A page may be short, even empty, and still have a `nextCursor`: go on "
-        "until it is null.",
+        description="Ordered by time, in pages. A page may have few timers, even none, and still have a `nextCursor`: "
+        "continue until it is null.",
         example={"namespace": "default", "state": "scheduled", "limit": 100},
         errors=(404, 503),
     ),
@@ -119,7 +120,7 @@ ROUTES = (
         request=wire.TimerRefJson,
         answer=wire.TimerAnswer,
         summary="Fire a scheduled timer now",
-        description="As if its time had come; its `scheduledAt` is now.",
+        description="The timer becomes due now; its `scheduledAt` becomes the current time.",
         example=_REF,
         errors=(404, 409, *_WRITE_ERRORS),
     ),
@@ -129,8 +130,8 @@ ROUTES = (
         request=wire.TimerRefJson,
         answer=wire.TimerAnswer,
         summary="Fire a reached timer again",
-        description="Makes the timer anew, due now, with everything it had: for timers that `failed`, once the cause "
-        "is mended.",
+        description="Creates the timer again with the same values, due now. For timers that `failed`, after the cause "
+        "is fixed.",
         example=_REF,
         errors=(404, 409, *_WRITE_ERRORS),
     ),
@@ -140,7 +141,7 @@ ROUTES = (
         request=wire.CreateNamespaceJson,
         answer=wire.NamespaceAnswer,
         summary="Create a namespace",
-        description="`numShards` never changes, not even by deleting the namespace and making it again.",
+        description="`numShards` never changes, not even if the namespace is deleted and created again.",
         example={"namespace": "orders", "numShards": 256},
         errors=(409, 503),
     ),
@@ -149,7 +150,7 @@ ROUTES = (
         verb="read",
         request=wire.NamespaceRefJson,
         answer=wire.NamespaceAnswer,
-        summary="Look at a namespace",
+        summary="Get a namespace",
         example={"namespace": "orders"},
         errors=(404, 503),
     ),
@@ -159,7 +160,7 @@ ROUTES = (
         request=wire.EmptyJson,
         answer=wire.NamespacesAnswer,
         summary="List namespaces",
-        description="Those the token is for, by name.",
+        description="Those that the token allows, by name.",
         example={},
         errors=(503,),
     ),
@@ -169,9 +170,9 @@ ROUTES = (
         request=wire.UpdateNamespaceJson,
         answer=wire.NamespaceAnswer,
         summary="Change a namespace",
-        description="Changes the settings that are given and keeps the others. They apply to attempts made from now "
-        "on, of existing timers too. To rotate a signing secret, send the new one in front of the redacted old one; "
-        "callbacks then carry both signatures. When all receivers know the new one, send it alone, redacted.",
+        description="Changes the settings that are given and keeps the others. They apply to all later attempts, also "
+        "of existing timers. To replace a signing secret, send the new one before the redacted old one; callbacks then "
+        "have both signatures. When all receivers have the new one, send only that one, redacted.",
         example={"namespace": "orders", "callbackTimeoutSeconds": 30, "failedRetention": "90d"},
         errors=(404, 409, 503),
     ),
@@ -181,7 +182,7 @@ ROUTES = (
         request=wire.NamespaceRefJson,
         answer=wire.EmptyAnswer,
         summary="Delete a namespace",
-        description="Only one without scheduled timers: otherwise 409 `namespace_in_use`.",
+        description="Only a namespace without scheduled timers; otherwise 409 `namespace_in_use`.",
         example={"namespace": "orders"},
         errors=(404, 409, 503),
     ),
@@ -190,9 +191,9 @@ ROUTES = (
         verb="read",
         request=wire.ClusterQueryJson,
         answer=wire.ClusterStatusJson,
-        summary="How the cluster is doing",
-        description="Members, shards, backlog, lateness and clocks of the whole cluster, whichever instance is asked. "
-        "A member that is alive but cannot be asked is shown with the reason. With `shards` also every shard and its "
+        summary="Get the status of the cluster",
+        description="Members, shards, backlog, lateness and clocks of the whole cluster; every instance can answer. "
+        "A member that is alive but does not answer is shown with the reason. With `shards` also every shard and its "
         "owner.",
         example={},
         errors=(503,),
@@ -202,10 +203,11 @@ ROUTES = (
         verb="read",
         request=wire.EmptyJson,
         answer=wire.ClusterMapJson,
-        summary="Who owns which shard",
-        description="For clients that send a write to the owner of its timer's shard at once, to save the hop from any "
-        "other instance. The shard of a timer is the CRC-32 of its id, in UTF-8, modulo the number of shards of its "
-        "namespace. As the instance that answers last saw it: a write sent to another than the owner is handed on.",
+        summary="Get the owners of the shards",
+        description="For clients that send a write directly to the owner of its timer's shard, to save the hop from "
+        "another instance. The shard of a timer is the CRC-32 of its id in UTF-8, modulo the number of shards of its "
+        "namespace. The map is what the answering instance last read; a write to another instance is forwarded to the "
+        "owner.",
         example={},
     ),
 )

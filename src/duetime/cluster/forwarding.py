@@ -1,14 +1,14 @@
-"""PORT: how an instance hands a wish to the owner of its shard on another instance. One hop, never two.
+"""PORT: how an instance forwards a command to the owner of its shard on another instance. One hop, never two.
 
-A Forward names the version of the shard it is meant for, so that an ex-owner (or the owner after a
-re-claim) refuses it, and carries an id of its own, so that one the network repeats happens once.
+A Forward names the version of the shard that its sender knows, so that a former owner, or an owner that has claimed the
+shard again since, refuses it. It has an id, so that a command that the network repeats is carried out once.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from duetime.domain.status import InstanceStatus
 from duetime.domain.timer import Created, TimerKey, TimerPatch, TimerSpec, TimerView, Updated, Verdict
@@ -63,20 +63,19 @@ def key_of(command: Command) -> TimerKey:
 
 
 def payload_chars(command: Command) -> int:
-    """How large an order is, as far as it is worth counting."""
-    wish = (
-        command.spec
-        if isinstance(command, CreateCommand)
-        else command.patch
-        if isinstance(command, UpdateCommand)
-        else None
-    )
-    payload = None if wish is None else wish.payload
-    return len(payload) if isinstance(payload, str) else 0
+    """The size of a command. Everything but the payload is small and is not counted."""
+    match command:
+        case CreateCommand(spec):
+            payload = spec.payload
+        case UpdateCommand(_, patch):
+            payload = None if patch.payload is UNSET else patch.payload
+        case _:
+            payload = None
+    return 0 if payload is None else len(payload)
 
 
 class Forward(Struct, frozen=True, rename={"command_id": "order_id", "command": "order"}):
-    """A command on its way to the owner of a shard. The encoded names are those of version 0.1."""
+    """A command that is sent to the owner of a shard. The encoded names are those of version 0.1."""
 
     command_id: str
     shard_id: int
@@ -85,7 +84,7 @@ class Forward(Struct, frozen=True, rename={"command_id": "order_id", "command": 
 
 
 class Peer(Struct, frozen=True):
-    """Another instance, as its member row describes it. `secret` is what it knows its peers by."""
+    """Another instance, as its member row describes it. Requests to it are signed with `secret`."""
 
     instance_id: str
     address: str
@@ -94,24 +93,24 @@ class Peer(Struct, frozen=True):
 
 class Peers(Protocol):
     async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
-        """The other instance's answer, or the error it raised. NotOwner: certainly not applied, the shard is
-        not there. OutcomeUnknown: nobody knows whether it arrived."""
+        """The other instance's answer; raises the error that the other instance raised. NotOwner: certainly not
+        applied, because that instance does not own the shard. OutcomeUnknown: it may have been applied."""
         ...
 
     async def status(self, peer: Peer) -> InstanceStatus:
-        """How the other instance is doing; Unserved, with the reason, if it does not say."""
+        """The status of the other instance. Raises Unserved, with the reason, if it does not answer."""
         ...
 
     async def close(self) -> None: ...
 
 
 class NoPeers:
-    """An instance that is alone."""
+    """For an instance without peers."""
 
     async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
         raise NotOwner
 
     async def status(self, peer: Peer) -> InstanceStatus:
-        raise Unserved("this instance speaks to no other")
+        raise Unserved("this instance has no connections to other instances")
 
     async def close(self) -> None: ...

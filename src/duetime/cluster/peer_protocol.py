@@ -1,11 +1,11 @@
-"""What instances say to each other: orders and their answers as MessagePack, signed by HMAC.
+"""The messages between instances: commands and their answers as MessagePack, signed with HMAC.
 
-A request names the instance it is for and is signed with that instance's secret, which is in its member row:
-whoever can read the database may give orders, nobody else can, and nothing has to be configured. An instance
-that took over an address knows neither the name nor the secret of its predecessor, and refuses. Requests
-are numbered, so that one that was overheard cannot be sent again.
+A request names the instance that it is for, and is signed with that instance's secret, which is in its member row: only
+who can read the database can send commands, and nothing has to be configured. An instance that has taken over the
+address of another has a different id and secret, and refuses. Requests are numbered, so that a recorded request cannot
+be sent again.
 
-Structs travel as maps, so that a version may add fields and the one before it does not mind.
+Structs are encoded as maps, so that a version can add fields and an older version ignores them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ __all__ = [
 COMMANDS_PATH: Final = "/peer/v1/orders"
 STATUS_PATH: Final = "/peer/v1/status"
 SIGNATURE: Final = "duetime-signature"
-REFUSED: Final = "duetime-refused"  # on an answer: by the door of an instance, before anything was carried out
+REFUSED: Final = (
+    "duetime-refused"  # header of an answer: the instance refused the request before it carried out any of it
+)
 MSGPACK: Final = b"application/msgpack"
 
 
 class CommandBatch(Struct, frozen=True):
-    """A request: new orders, and the ids of some that were given before and not answered yet."""
+    """A request: new commands, and the ids of commands that were sent earlier and are not answered yet."""
 
     to: str
     sender: str
@@ -60,7 +62,7 @@ class CommandBatch(Struct, frozen=True):
 
 
 class StatusRequest(Struct, frozen=True):
-    """A request that asks for the status."""
+    """A request for the status of the instance."""
 
     to: str
     sender: str
@@ -68,7 +70,7 @@ class StatusRequest(Struct, frozen=True):
 
 
 class Reply(Struct, frozen=True, omit_defaults=True):
-    """The answer to one order: one of these is set. None of them: not decided yet, ask again by its id."""
+    """The answer to one command: one of these is set. None is set: not decided yet, ask again by its id."""
 
     created: Created | None = None
     updated: Updated | None = None
@@ -81,7 +83,7 @@ class Reply(Struct, frozen=True, omit_defaults=True):
 
 
 class ReplyBatch(Struct, frozen=True):
-    """One for each of `new`, then one for each of `again`."""
+    """One reply for each of `new`, then one for each of `again`."""
 
     replies: list[Reply]
 
@@ -117,7 +119,7 @@ _ERRORS = {
 
 
 def read_reply(reply: Reply) -> CommandAnswer | None:
-    """What was answered, None if nothing was yet; raises the error that was."""
+    """The answer, or None if the command is not decided yet. Raises the error if that was the answer."""
     if reply.error is not None:
         raise _error_of(reply, reply.error)
     return reply.created or reply.updated or reply.verdict or reply.view
@@ -125,7 +127,7 @@ def read_reply(reply: Reply) -> CommandAnswer | None:
 
 def _error_of(reply: Reply, name: str) -> DuetimeError:
     kind = _ERRORS.get(name)
-    if kind is None:  # a newer version's: whatever it means, it is not ours to guess
+    if kind is None:  # an error of a newer version, which this one does not know
         return OutcomeUnknown(reply.detail)
     error = kind.__new__(kind)
     DuetimeError.__init__(error, reply.detail, field=reply.field, code=reply.code or None)

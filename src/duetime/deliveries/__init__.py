@@ -1,1 +1,1 @@
-"""Deliverers: one file for each way to deliver. delivery.py is their port."""
+"""Adapters that deliver timers. delivery.py is their port."""

@@ -1,12 +1,12 @@
-"""The egress policy: which addresses callbacks may reach, and the resolver that holds names to it.
+"""The egress policy: which addresses callbacks may reach, and the resolver that applies it to names.
 
-Users of Duetime choose the URLs it calls, so without a policy they could reach whatever the server can
-reach: databases, admin pages, the cloud's metadata service. Addresses that are not public are refused
-unless the operator allows their network. The networks are listed here one by one, because
-`ipaddress.is_global` is not such a list: it passes NAT64, 6to4, site-local and multicast addresses.
+Users of Duetime choose the URLs that it calls. Without a policy they could reach everything that the server can reach:
+databases, admin pages, the metadata service of a cloud. Addresses that are not public are refused unless the operator
+allows their network. The networks are listed here one by one, because `ipaddress.is_global` is not such a list: it
+allows NAT64, 6to4, site-local and multicast addresses.
 
-Names are judged by what they resolve to, never by how they look, and the addresses judged are the ones
-handed to the client to connect to: there is no second lookup whose answer could differ (DNS rebinding).
+A name is checked by the addresses it resolves to. The client connects to the same addresses that were checked: there is
+no second lookup whose answer could differ (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 
 from msgspec import Struct
 
-__all__ = ["LOOPBACK", "Address", "Network", "Refused", "Resolver", "literal_address", "parse_networks", "refusal"]
+from duetime.errors import AddressRefused
+
+__all__ = ["LOOPBACK", "Address", "Network", "Resolver", "literal_address", "parse_networks", "refusal"]
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 LOOPBACK: tuple[Network, ...] = (IPv4Network("127.0.0.0/8"), IPv6Network("::1/128"))
 
-# The first that holds an address names the reason, so single addresses stand before the networks around them.
+# The first network that contains an address gives the reason, so single addresses are listed before their networks.
 _REFUSED_V4 = [
     (IPv4Network(network), reason)
     for network, reason in (
@@ -35,7 +37,7 @@ _REFUSED_V4 = [
         ("100.100.100.200/32", "a cloud metadata address"),  # Alibaba
         ("192.0.0.192/32", "a cloud metadata address"),  # Oracle
         ("168.63.129.16/32", "a cloud metadata address"),  # Azure's wire server: in a public block
-        ("0.0.0.0/8", "an unspecified address"),  # 0.0.0.0 reaches the machine itself
+        ("0.0.0.0/8", "an unspecified address"),  # connecting to 0.0.0.0 reaches the machine itself
         ("10.0.0.0/8", "a private address"),
         ("100.64.0.0/10", "a carrier-grade NAT address"),
         ("127.0.0.0/8", "a loopback address"),
@@ -81,7 +83,7 @@ _REFUSED_V6 = [
         ("fe80::/10", "a link-local address"),
         ("fec0::/10", "a site-local address"),
         ("ff00::/8", "a multicast address"),
-        # Only 2000::/3 is given out as global unicast; this is all the rest.
+        # Only 2000::/3 is assigned as global unicast; these are all other networks.
         ("::/3", "a reserved address"),
         ("4000::/2", "a reserved address"),
         ("8000::/1", "a reserved address"),
@@ -89,15 +91,11 @@ _REFUSED_V6 = [
 ]
 
 
-class Refused(Exception):
-    """The policy forbids this target."""
-
-
 def refusal(address: Address, allowed: Iterable[Network]) -> str | None:
     """Why the address may not be called, or None if it may. Pure.
 
-    An IPv4-mapped IPv6 address is reached by IPv4, so allowing the IPv4 network allows it too. The other
-    forms that carry an IPv4 address (NAT64, 6to4, …) go through somebody's gateway: they are refused as such.
+    An IPv4-mapped IPv6 address is reached by IPv4, so allowing the IPv4 network allows it too. Other forms that contain
+    an IPv4 address (NAT64, 6to4, …) go through a gateway, and are refused as what they are.
     """
     inner = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     for network in allowed:
@@ -109,7 +107,7 @@ def refusal(address: Address, allowed: Iterable[Network]) -> str | None:
 
 
 def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
-    """Raises ValueError naming the text that is not a network."""
+    """Raises a ValueError that names a text that is not a network."""
     networks: list[Network] = []
     for text in texts:
         try:
@@ -120,7 +118,7 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
 
 
 def literal_address(host: str) -> Address | None:
-    """The address a host name is, if it is one: also in the odd forms 127.1, 0x7f.1, 2130706433, 0177.0.0.1."""
+    """The address, if the host is one; also in the unusual forms 127.1, 0x7f.1, 2130706433 and 0177.0.0.1."""
     try:
         return ip_address(host)
     except ValueError:
@@ -137,7 +135,7 @@ Lookup = Callable[[str], Awaitable[Sequence[str]]]
 
 
 class _Found(Struct, frozen=True):
-    """What a lookup came to: addresses that may be called, or why there are none."""
+    """The result of a lookup: addresses that may be called, or why there are none."""
 
     at: float
     addresses: tuple[str, ...] = ()
@@ -146,12 +144,11 @@ class _Found(Struct, frozen=True):
 
 
 class Resolver:
-    """Addresses of names, vetted, and cached so that DNS stays off the hot path. Give it to HttpClient.
+    """Resolves names to allowed addresses, for HttpClient. Answers are cached, so that most calls need no DNS lookup.
 
-    Fresh answers are used as they are; older ones are used once more while a single lookup runs beside.
-    If **any** address of a name is refused, the name is: which of its addresses gets used depends on the order
-    of answers and on which connects, and a target that works now and then, or hides an internal address behind
-    a public one, should fail at once and always.
+    A fresh answer is used as it is. An older one is used too, while one lookup renews it. If **any** address of a name
+    is refused, the name is refused: which address is used depends on the order of the answers and on which connects,
+    and a target that works sometimes, or has a private address beside a public one, should always fail.
     """
 
     def __init__(
@@ -172,10 +169,10 @@ class Resolver:
         self._lookups: dict[str, asyncio.Task[_Found]] = {}
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
-        """Raises Refused, or OSError if the name cannot be resolved."""
+        """Raises AddressRefused, or OSError if the name cannot be resolved."""
         literal = literal_address(host)
         if literal is not None:
-            return (self._vetted(host, literal),)
+            return (self._checked(host, literal),)
         found = self._found.get(host)
         age_s = asyncio.get_running_loop().time() - found.at if found is not None else 0.0
         if found is None or age_s > (self._failed_s if found.failed else self._stale_s):
@@ -183,7 +180,7 @@ class Resolver:
         elif age_s > self._fresh_s:
             self._look_up(host)
         if found.refused is not None:
-            raise Refused(found.refused)
+            raise AddressRefused(found.refused)
         if found.failed is not None:
             raise socket.gaierror(socket.EAI_NONAME, found.failed)
         return found.addresses
@@ -195,7 +192,7 @@ class Resolver:
         await asyncio.gather(*running, return_exceptions=True)
 
     def _look_up(self, host: str) -> asyncio.Task[_Found]:
-        """One lookup at a time for a name; it answers a value, never an exception, so that nobody need wait for it."""
+        """At most one lookup of a name at a time. It returns failures as values, so no caller has to wait for it."""
         task = self._lookups.get(host)
         if task is None:
             task = self._lookups[host] = asyncio.create_task(self._resolve(host))
@@ -206,11 +203,11 @@ class Resolver:
         now = asyncio.get_running_loop().time()
         try:
             addresses = await self._lookup(host)
-            vetted = dict.fromkeys(self._vetted(host, ip_address(text)) for text in addresses)
-            found = _Found(now, tuple(vetted)) if vetted else _Found(now, failed="it has no address")
-        except Refused as error:
+            checked = dict.fromkeys(self._checked(host, ip_address(text)) for text in addresses)
+            found = _Found(now, tuple(checked)) if checked else _Found(now, failed="the name has no address")
+        except AddressRefused as error:
             found = _Found(now, refused=str(error))
-        except (OSError, ValueError) as error:  # ValueError: a name that cannot be written in DNS
+        except (OSError, ValueError) as error:  # ValueError: a name that DNS does not allow
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             found = _Found(now, failed=reason)
         self._remember(host, found)
@@ -219,16 +216,16 @@ class Resolver:
     def _remember(self, host: str, found: _Found) -> None:
         known = self._found.get(host)
         if found.failed and known is not None and known.addresses and found.at - known.at <= self._stale_s:
-            return  # DNS fails for a while: what was good stays good until it is stale
+            return  # a failure of DNS: the earlier answer is used until it is stale
         if host not in self._found and len(self._found) >= self._names_max:
             del self._found[next(iter(self._found))]
         self._found[host] = found
 
-    def _vetted(self, host: str, address: Address) -> str:
+    def _checked(self, host: str, address: Address) -> str:
         reason = refusal(address, self._allowed)
         if reason is not None:
             shown = f"{host} is" if host == str(address) else f"{host} is {address},"
-            raise Refused(f"{shown} {reason}, which delivery.allow_networks does not allow")
+            raise AddressRefused(f"{shown} {reason}, which delivery.allow_networks does not allow")
         inner = address.ipv4_mapped if isinstance(address, IPv6Address) else None
         return str(inner or address)
 

@@ -1,13 +1,11 @@
-"""Callbacks over HTTP: what is sent, how it is signed, and what its answer means as an Outcome.
+"""Callbacks over HTTP: the request, its signature, and the attempt result for each answer.
 
-The body and headers are those of the design's "Callback"; the connection is http/client.py's business, the
-addresses egress.py's, the signature signing.py's. What depends only on the URL or the namespace is made
-once and kept, because millions of timers share a few of them.
+http/client.py has the connections, egress.py the addresses, signing.py the signatures. What depends only on the URL or
+the namespace is computed once and cached, because millions of timers share a few of them.
 """
 
 from __future__ import annotations
 
-import re
 import ssl
 from collections.abc import Mapping
 from datetime import UTC
@@ -23,18 +21,18 @@ from duetime.clock import Clock
 from duetime.config import Config
 from duetime.deliveries import egress
 from duetime.delivery import Attempt
+from duetime.domain.headers import check_headers, is_header_value
 from duetime.domain.instants import format_instant
-from duetime.domain.timer import ANSWER_BYTES_MAX, AttemptResult, Contact, Namespace, Timer
-from duetime.errors import SetupError
-from duetime.http.client import Answer, HttpClient, HttpError
+from duetime.domain.settle import ANSWER_BYTES_MAX, AttemptResult, Contact
+from duetime.domain.timer import Namespace, Timer
+from duetime.errors import AddressRefused, HttpError, SetupError
+from duetime.http.client import Answer, HttpClient
 from duetime.http.urls import Target, parse_target, request_head
 from duetime.telemetry import log
 
-__all__ = ["Webhook", "check_headers"]
+__all__ = ["Webhook"]
 
-HEADERS_MAX = 32
-HEADER_BYTES_MAX = 8 * 1024
-# Entries of each of the caches below; a full one starts over, which costs less than keeping an order.
+# Entries of each of the caches below. A full cache is cleared, which costs less than keeping an order.
 _CACHED_MAX = 4_096
 
 _NOT_SENT = AttemptResult(Contact.NOT_SENT)
@@ -42,71 +40,18 @@ _NOT_SENT = AttemptResult(Contact.NOT_SENT)
 K = TypeVar("K")
 V = TypeVar("V")
 
-# --- the headers a user may ask for --------------------------------------------------------------
-
-_OUR_HEADERS = frozenset(
-    {"host", "content-length", "content-type", "accept-encoding", "user-agent", "idempotency-key", "traceparent"}
-)
-_CONNECTION_HEADERS = frozenset(
-    {"connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
-    | {"transfer-encoding", "content-encoding", "upgrade", "expect", "http2-settings"}
-)
-_OUR_PREFIXES = ("webhook-", "duetime-")
-_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}", re.ASCII)
-_VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?", re.ASCII)
-
-
-def check_headers(headers: Mapping[str, str]) -> None:
-    """Refuse headers that could not be sent as they are, with a ValueError that reads on after the field's name."""
-    if len(headers) > HEADERS_MAX:
-        raise ValueError(f"must have at most {HEADERS_MAX} headers")
-    if sum(len(name) + len(value) + 4 for name, value in headers.items()) > HEADER_BYTES_MAX:
-        raise ValueError(f"must have at most {HEADER_BYTES_MAX // 1024} KiB together")
-    seen: set[str] = set()
-    for name, value in headers.items():
-        if _NAME.fullmatch(name) is None:
-            raise ValueError(f"has the name {_shown(name)}, which is not one of a header")
-        lower = name.lower()
-        if lower in _CONNECTION_HEADERS:
-            raise ValueError(f'must not have "{name}", which belongs to the connection')
-        if _is_ours(lower):
-            raise ValueError(f'must not have "{name}", which Duetime sets itself')
-        if _VALUE.fullmatch(value) is None:
-            raise ValueError(f'must have a value of visible ASCII for "{name}", without spaces around it')
-        if lower in seen:
-            raise ValueError(f'has "{name}" twice')
-        seen.add(lower)
-
-
-def _is_ours(lower_name: str) -> bool:
-    return lower_name in _OUR_HEADERS or lower_name.startswith(_OUR_PREFIXES)
-
-
-def _lines(headers: Mapping[str, str]) -> str:
-    """They were checked when the timer was created; rows can be older than the rules, so what breaks them stays out."""
-    try:
-        check_headers(headers)
-    except ValueError:
-        return ""
-    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-
-
-def _shown(text: str) -> str:
-    return ascii(text if len(text) <= 40 else text[:40] + "…")
-
-
 # --- the deliverer -------------------------------------------------------------------------------
 
 
-class _Known(Struct, frozen=True):
-    """A URL that may be called, and the part of the request that depends on nothing else."""
+class _ParsedUrl(Struct, frozen=True):
+    """A URL that may be called, and the part of the request that depends only on the URL."""
 
     target: Target
     head: str
 
 
 class Webhook:
-    """Deliverer for http and https. `loopback_allowed`: this server is bound to loopback itself."""
+    """Deliverer for http and https. `loopback_allowed`: this server itself listens on loopback only."""
 
     def __init__(
         self, config: Config, clock: Clock, *, loopback_allowed: bool, resolver: egress.Resolver | None = None
@@ -127,29 +72,26 @@ class Webhook:
             "content-type": "application/json",
             "user-agent": f"{delivery.user_agent}/{__version__}",
         }
-        if _VALUE.fullmatch(self._our_headers["user-agent"]) is None:
+        if not is_header_value(self._our_headers["user-agent"]):
             raise SetupError("configuration: delivery.user_agent must be visible ASCII")
-        self._known: dict[str, _Known | str] = {}
+        self._parsed: dict[str, _ParsedUrl | str] = {}
         self._keys: dict[tuple[str, ...], tuple[bytes, ...]] = {}
         self._bugs_logged: set[type[Exception]] = set()
 
     def check(self, url: str) -> None:
-        known = self._known.get(url) or self._learn(url)
-        if isinstance(known, str):
-            raise ValueError(known)
-
-    def check_headers(self, headers: Mapping[str, str]) -> None:
-        check_headers(headers)
+        parsed = self._parsed.get(url) or self._parse(url)
+        if isinstance(parsed, str):
+            raise ValueError(parsed)
 
     def destination(self, url: str) -> str:
-        known = self._known.get(url) or self._learn(url)
-        return url if isinstance(known, str) else known.target.origin
+        parsed = self._parsed.get(url) or self._parse(url)
+        return url if isinstance(parsed, str) else parsed.target.origin
 
     async def deliver(self, attempt: Attempt) -> AttemptResult:
         timer = attempt.timer
-        known = self._known.get(timer.callback_url) or self._learn(timer.callback_url)
-        if isinstance(known, str):
-            return AttemptResult(Contact.REFUSED, error=f"callbackUrl {known}")
+        parsed = self._parsed.get(timer.callback_url) or self._parse(timer.callback_url)
+        if isinstance(parsed, str):
+            return AttemptResult(Contact.REFUSED, error=f"callbackUrl {parsed}")
         began = False
 
         def begin() -> bytes | None:
@@ -158,19 +100,19 @@ class Webhook:
             if fired_at_ms is None:
                 return None
             began = True
-            return self._request(known.head, attempt, fired_at_ms)
+            return self._request(parsed.head, attempt, fired_at_ms)
 
         timeout_s = timer.callback_timeout_seconds or attempt.namespace.callback_timeout_seconds
         try:
-            answer = await self._client.send(known.target, begin, timeout_ms=timeout_s * 1_000)
-        except Exception as error:  # the port says: never raises
+            answer = await self._client.send(parsed.target, begin, timeout_ms=timeout_s * 1_000)
+        except Exception as error:  # `deliver` never raises (delivery.py)
             return self._failure(error)
         if answer is not None:
             retry_after_ms = self._retry_after_ms(answer)
             return AttemptResult(
                 Contact.ANSWERED, answer.status, answer.body, retry_after_ms, truncated=answer.truncated
             )
-        if began:  # it was sent once, on a connection that closed, and may not be sent again: that was an attempt
+        if began:  # it was sent on a connection that closed, and must not be sent again: that was an attempt
             return AttemptResult(Contact.BROKEN, error="connection closed before the answer")
         return _NOT_SENT
 
@@ -181,15 +123,18 @@ class Webhook:
     def _failure(self, error: Exception) -> AttemptResult:
         if isinstance(error, HttpError):
             return AttemptResult(Contact.BROKEN, error=error.reason)
-        if isinstance(error, egress.Refused):
+        if isinstance(error, AddressRefused):
             return AttemptResult(Contact.REFUSED, error=str(error))
-        # A bug, then. It must not stop the firing of timers, nor fill the log at the rate they fire.
+        # A bug. It must not stop other timers from being fired, nor write a log line for every attempt.
         if type(error) not in self._bugs_logged:
             self._bugs_logged.add(type(error))
-            log.error("a callback failed in a way nobody foresaw; it counts as a failed attempt", exc_info=error)
+            log.error(
+                "unexpected error during delivery; it counts as a failed attempt",
+                exc_info=error,
+            )
         return AttemptResult(Contact.BROKEN, error=f"internal error: {type(error).__name__}")
 
-    # what is sent
+    # the request
 
     def _request(self, head: str, attempt: Attempt, fired_at_ms: int) -> bytes:
         timer, namespace = attempt.timer, attempt.namespace
@@ -201,7 +146,7 @@ class Webhook:
             signature = signing.sign(delivery_id, timestamp_s, body, self._signing_keys(namespace))
             optional = f"webhook-signature: {signature}\r\n"
         if timer.extras.headers:
-            optional += _lines(timer.extras.headers)
+            optional += _header_lines(timer.extras.headers)
         text = (
             f"{head}webhook-id: {delivery_id}\r\nwebhook-timestamp: {timestamp_s}\r\nidempotency-key: {delivery_id}\r\n"
             f"traceparent: {_traceparent(delivery_id, timer.attempts + 1)}\r\nduetime-fence: {attempt.fence}\r\n"
@@ -216,7 +161,7 @@ class Webhook:
             _keep(self._keys, namespace.signing_secrets, keys)
         return keys
 
-    # what comes back
+    # the answer
 
     def _retry_after_ms(self, answer: Answer) -> int | None:
         for name, value in answer.raw_headers.items():
@@ -226,20 +171,22 @@ class Webhook:
 
     # URLs
 
-    def _learn(self, url: str) -> _Known | str:
-        """The URL taken apart, or what is wrong with it."""
+    def _parse(self, url: str) -> _ParsedUrl | str:
+        """The parsed URL, or what is wrong with it."""
         try:
             target = parse_target(url)
             self._check_policy(target)
-            known: _Known | str = _Known(target, request_head("POST", target, self._our_headers).decode("ascii"))
+            parsed: _ParsedUrl | str = _ParsedUrl(
+                target, request_head("POST", target, self._our_headers).decode("ascii")
+            )
         except ValueError as error:
-            known = str(error)
-        _keep(self._known, url, known)
-        return known
+            parsed = str(error)
+        _keep(self._parsed, url, parsed)
+        return parsed
 
     def _check_policy(self, target: Target) -> None:
         if not target.tls and not self._http_allowed:
-            raise ValueError("must start with https://: this server does not call over plain http")
+            raise ValueError("must start with https://: this server does not allow plain http (delivery.allow_http)")
         address = egress.literal_address(target.host)
         if address is None and target.host.removesuffix(".").split(".")[-1] == "localhost":
             address = egress.LOOPBACK[0].network_address
@@ -253,8 +200,17 @@ def _keep(cache: dict[K, V], key: K, value: V) -> None:
     cache[key] = value
 
 
+def _header_lines(headers: Mapping[str, str]) -> str:
+    """Headers were checked when the timer was created. Rows may be older than a rule: then all are left out."""
+    try:
+        check_headers(headers)
+    except ValueError:
+        return ""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+
+
 def _body(timer: Timer, fired_at_ms: int) -> bytes:
-    """The payload goes in byte for byte as it came: it was checked to be JSON when the timer was created."""
+    """The payload is inserted byte for byte as it was received: the create has checked that it is JSON."""
     correlation = "null" if timer.correlation_id is None else _json(timer.correlation_id)
     return (
         f'{{"namespace":{_json(timer.namespace)},"timerId":{_json(timer.timer_id)},'
@@ -268,7 +224,7 @@ def _json(text: str) -> str:
 
 
 def _traceparent(delivery_id: str, attempt: int) -> str:
-    """W3C trace context without randomness: retries of one delivery are spans of one trace."""
+    """W3C trace context, computed from the delivery id: all attempts of one delivery are spans of one trace."""
     digest = blake2b(delivery_id.encode("ascii"), digest_size=22).hexdigest()
     return f"00-{digest[:32]}-{digest[32:]}{attempt & 0xFFFF:04x}-01"
 
@@ -280,7 +236,7 @@ def _parse_retry_after(text: str, clock: Clock) -> int | None:
         at = parsedate_to_datetime(text)
     except (ValueError, OverflowError):
         return None
-    if at.tzinfo is None:  # "-0000": UTC from someone who does not know where he is
+    if at.tzinfo is None:  # "-0000": UTC, from a sender that does not know its time zone
         at = at.replace(tzinfo=UTC)
     return max(0, round(at.timestamp() * 1_000) - clock.wall_ms())
 

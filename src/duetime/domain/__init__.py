@@ -1,1 +1,1 @@
-"""The vocabulary of timers and the decisions about them. Pure: no I/O, no clock, no randomness."""
+"""The types of timers and namespaces, and the decisions about them. Pure: no I/O, no clock, no randomness."""

@@ -1,6 +1,6 @@
 """Instants and durations as text: RFC 3339 and "90s" / "PT1H30M" to milliseconds and back. Pure.
 
-Both parsers raise ValueError with a message that reads on after the name of the field at fault.
+Both parsers raise a ValueError whose text continues after the name of the field.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WITHOUT_OFFSET = re.compile(r"\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d(:\d\d(\.\d+)?)?)?"
 
 
 def parse_instant(text: str) -> int:
-    """Milliseconds since 1970, rounded *up*: a timer is never early."""
+    """Milliseconds since 1970, rounded *up*: a timer never fires early."""
     match = _INSTANT.fullmatch(text)
     if match is None:
         if _WITHOUT_OFFSET.fullmatch(text):
@@ -34,23 +34,23 @@ def parse_instant(text: str) -> int:
         raise ValueError('must be an RFC 3339 instant such as "2027-01-01T09:00:00Z"')
     year, month, day, hour, minute, second, fraction, _, sign, offset_hour, offset_minute = match.groups()
     if second == "60":
-        raise ValueError("names a leap second (:60), which has no place on a computer's clock")
+        raise ValueError("must not be a leap second (:60)")
     if hour > "23" or minute > "59" or second > "59":
-        raise ValueError("is not a time of day")
+        raise ValueError("must have a time of day from 00:00:00 to 23:59:59")
     try:
         days = date(int(year), int(month), int(day)).toordinal() - _EPOCH_DAY
     except ValueError:
-        raise ValueError("is not a day of the calendar") from None
+        raise ValueError("must have a day that exists") from None
     milliseconds = (days * 86_400 + int(hour) * 3_600 + int(minute) * 60 + int(second)) * 1_000
     if fraction is not None:
         milliseconds += int(fraction[:3].ljust(3, "0")) + (fraction[3:].strip("0") != "")
     if sign is not None:
         if offset_hour > "23" or offset_minute > "59":
-            raise ValueError("has an offset that is not one")
+            raise ValueError("must have an offset of at most 23:59")
         offset = (int(offset_hour) * 60 + int(offset_minute)) * 60_000
         milliseconds += offset if sign == "-" else -offset
     if not EARLIEST_MS <= milliseconds < LATEST_MS:
-        raise ValueError("must lie between 1970-01-01T00:00:00Z and 9999-01-01T00:00:00Z")
+        raise ValueError("must be between 1970-01-01T00:00:00Z and 9999-01-01T00:00:00Z")
     return milliseconds
 
 
@@ -65,7 +65,7 @@ _MILLISECOND_TEXT = [f"{millisecond:03d}Z" for millisecond in range(1_000)]
 
 
 def format_instant(milliseconds: int) -> str:
-    """UTC with milliseconds, as every instant leaves Duetime. From tables: every answer holds several."""
+    """UTC with milliseconds, the format of all answers. Uses tables, because every answer has several instants."""
     day, rest = divmod(milliseconds, 86_400_000)
     minute, rest = divmod(rest, 60_000)
     second, rest = divmod(rest, 1_000)
@@ -80,11 +80,11 @@ _ISO = re.compile(
 )
 
 
-@lru_cache(maxsize=1_024)  # few different ones come by the thousand
+@lru_cache(maxsize=1_024)  # most requests have one of a few durations
 def parse_duration(text: str) -> int:
     """ "250ms", "90s", "1h30m", "2d", or ISO 8601 such as "PT1H30M", in milliseconds, rounded *up*.
 
-    In whole thousandths of a millisecond: with floats "4.001s" would be a little more than 4001 ms.
+    Computed in thousandths of a millisecond: with floats "4.001s" would be a little more than 4001 ms.
     """
     thousandths = 0
     if _SHORT.fullmatch(text):
@@ -103,7 +103,7 @@ def parse_duration(text: str) -> int:
 
 
 def format_duration(milliseconds: int) -> str:
-    """The shortest of the forms parse_duration reads: 5400000 -> "90m"."""
+    """In the largest unit that is exact: 5400000 -> "90m"."""
     for unit in ("d", "h", "m", "s"):
         if milliseconds and milliseconds % _UNITS_MS[unit] == 0:
             return f"{milliseconds // _UNITS_MS[unit]}{unit}"

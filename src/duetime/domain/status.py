@@ -1,4 +1,7 @@
-"""How an instance and its cluster stand: what is told of them to operators, clients and each other."""
+"""The status of an instance and of the cluster, as operators, clients and other instances get it.
+
+`InstanceStatus` and `HeldFor` are also the message between instances. wire.py describes the fields in JSON.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,17 @@ class HeldFor(Struct, frozen=True, kw_only=True):
 
 
 class ShardMap(Struct, frozen=True):
-    """Who owns which shard, for clients that write to the owner at once. A hint: any instance takes any request."""
+    """Who owns which shard, for clients that send writes directly to the owner. A hint: any instance accepts any
+    request."""
 
-    addresses: tuple[str, ...]  # of the alive
-    instance_ids: tuple[str, ...]  # of the same, in the same order
-    owners: tuple[int | None, ...]  # by shard id: an index into them, or nobody
+    addresses: tuple[str, ...]  # of live instances
+    instance_ids: tuple[str, ...]  # of the same instances, in the same order
+    owners: tuple[int | None, ...]  # by shard id: an index into these; None: no live owner
     num_shards: dict[str, int]  # by namespace
 
 
 class InstanceStatus(Struct, frozen=True, kw_only=True):
-    """How one instance is doing, in its own words."""
+    """The status that one instance reports of itself."""
 
     instance_id: str
     version: str
@@ -52,11 +56,11 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
     oldest_due_ms: int | None = None
     lateness_p50_ms: float | None = None
     lateness_p99_ms: float | None = None
-    held_for: tuple[HeldFor, ...] = ()  # the destinations with most timers held, a few
+    held_for: tuple[HeldFor, ...] = ()  # the destinations with the most held timers, a few
 
 
 class MemberStatus(Struct, frozen=True, kw_only=True):
-    """A member by its row, and, if it is alive and answers, in its own words."""
+    """A member as its row describes it and, if it is alive and answers, the status that it reports."""
 
     instance_id: str
     address: str
@@ -65,7 +69,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     shards: int
     joined_at_ms: int
     status: InstanceStatus | None = None
-    unreachable: str | None = None  # alive, but cannot be asked: why
+    unreachable: str | None = None  # why a live member does not answer
 
 
 class ShardStatus(Struct, frozen=True, kw_only=True):
@@ -73,31 +77,31 @@ class ShardStatus(Struct, frozen=True, kw_only=True):
     version: int
     owner_id: str | None
     owner_address: str | None
-    in_memory: int | None  # None: not owned here
+    in_memory: int | None  # None: not owned by the answering instance
     horizon_ms: int | None
 
 
 class ShardCounts(Struct, frozen=True, kw_only=True):
     total: int
-    owned: int  # by the living
+    owned: int  # by live members
     free: int
     of_dead: int
 
 
 class ClusterStatus(Struct, frozen=True, kw_only=True):
-    """The whole cluster, as told by its living members to the one that was asked. Figures are those of all
-    members that answered, together or, of lateness, skew and age, at their worst."""
+    """The status of the whole cluster, as its live members report it. Figures are the sum over all members that
+    answered; lateness, clock skew and age are the worst of them."""
 
-    instance_id: str  # who was asked
+    instance_id: str  # the answering instance
     version: str
     store: str
-    ready: bool  # who was asked
+    ready: bool  # the answering instance
     reason: str | None  # why not ready
     clock_skew_max_ms: int
     dead_after_ms: int
     members: tuple[MemberStatus, ...]
     shard_counts: ShardCounts
-    unowned_shards: tuple[int, ...]  # free or of the dead, the first few
+    unowned_shards: tuple[int, ...]  # without a live owner, the first few
     shards: tuple[ShardStatus, ...] | None = None  # None: not asked for
     in_memory: int
     in_flight: int

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from duetime.cluster.membership import Membership
 from duetime.config import Delivery
 from duetime.delivery import Attempt, Deliverer
-from duetime.domain.timer import AttemptResult, Contact, Namespace, Outcome, Settlement, armed_at, missed, settle
+from duetime.domain.settle import AttemptResult, Contact, Settlement, armed_at, missed, settle
+from duetime.domain.timer import Namespace, Outcome
 from duetime.engine.flow import Flow
 from duetime.engine.namespaces import Namespaces
 from duetime.engine.shard import Entry, Phase, ShardState

@@ -19,7 +19,7 @@ from math import inf
 from typing import Any, Generic, TypeVar
 
 from duetime.config import Delivery
-from duetime.domain.timer import AttemptResult, Contact
+from duetime.domain.settle import AttemptResult, Contact
 from duetime.telemetry import log
 
 __all__ = ["Destination", "Flow"]

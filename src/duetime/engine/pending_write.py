@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from duetime.domain.timer import NO_EXTRAS, Reached, Settlement, Timer
+from duetime.domain.settle import Settlement
+from duetime.domain.timer import NO_EXTRAS, Reached, Timer
 from duetime.errors import DuetimeError
 from duetime.store import Found
 

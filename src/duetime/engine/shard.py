@@ -22,7 +22,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
-from duetime.domain.timer import BEFORE_ALL, Position, Reached, Settlement, Timer, TimerKey
+from duetime.domain.settle import Settlement
+from duetime.domain.timer import BEFORE_ALL, Position, Reached, Timer, TimerKey
 from duetime.engine.counters import Counters
 from duetime.engine.pending_write import PendingWrite, Waiter, WriteResult
 from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, StoreUnavailable

@@ -1,12 +1,12 @@
-"""A lean HTTP/1.1 client on asyncio.Protocol and httptools, for callbacks, the SDK and calls between instances.
+"""A small HTTP/1.1 client on asyncio.Protocol and httptools, for callbacks, the SDK and calls between instances.
 
-Why our own: a callback costs a few microseconds here where the general clients take a hundred, and they make
-it hard to own what a timer service has to own: which address is connected to, deadlines, and the size of
+Why not a library: a callback costs a few microseconds here and about a hundred in general clients, and they make it
+hard to control what a timer service has to control: the address that is connected to, deadlines, and the size of
 answers. It follows no redirects, decodes no compression, keeps no cookies and reads no proxy settings.
 
-The way of a call: `send` takes the youngest idle connection of the origin (or opens one), asks `begin` for
-the bytes, writes them and waits. Deadlines are numbers on connections; one lazy sweep for the whole client
-looks at them when the earliest is over, so that a call needs no timer of its own.
+How a call works: `send` takes the idle connection of the origin that was used last, or opens one, asks `begin` for the
+bytes, writes them and waits. A deadline is a number on a connection; one sweep for the whole client runs when the
+earliest deadline has passed, so that a call needs no timer of its own.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Final, cast
 import httptools
 from msgspec import Struct
 
+from duetime.errors import HttpError
 from duetime.http.urls import Target, parse_target, request_head
 
 __all__ = ["Answer", "HttpClient", "HttpError", "Target", "parse_target", "request_head"]
 
 HEADER_BYTES_MAX: Final = 16 * 1024
-# Chunk sizes, chunk extensions and trailers may take this many times the body before it counts as endless.
+# An answer counts as endless if it has this many times the largest body, with chunk sizes, extensions and trailers.
 _FRAMING_FACTOR: Final = 8
-# A sweep this late means that the loop was blocked: answers may lie unread, so they get a turn first.
+# A sweep this late means that the event loop was blocked: answers may be unread, so they are read first.
 _LOOP_STALL_S: Final = 0.25
 _SWEEP_PAUSE_S: Final = 0.01
 _NEVER: Final = float("inf")
@@ -39,7 +40,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class Answer(Struct, frozen=True, gc=False):
-    """What came back. `truncated`: there was more body than the client reads; the connection is closed."""
+    """An answer. `truncated`: the body was longer than the client reads; the connection is closed."""
 
     status: int
     raw_headers: dict[bytes, bytes]
@@ -48,31 +49,23 @@ class Answer(Struct, frozen=True, gc=False):
 
     @property
     def headers(self) -> dict[str, str]:
-        """By lower-case name; of a repeated header the last."""
+        """By lower-case name; of a repeated header the last value."""
         return {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in self.raw_headers.items()}
 
     def header(self, name: str) -> str | None:
         return self.headers.get(name)
 
 
-class HttpError(Exception):
-    """No answer. `sent` is False only if it is certain that no byte of the request left."""
-
-    def __init__(self, reason: str, *, sent: bool) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.sent = sent
-
-
 class _Stale(HttpError):
-    """The connection was closed before any byte of an answer: on a reused one, the keep-alive race."""
+    """The connection was closed before any byte of an answer. On a reused connection: the server had closed it at the
+    same time as the request was sent."""
 
 
 # --- one connection ------------------------------------------------------------------------------
 
 
 class _Connection(asyncio.Protocol):
-    """One call at a time. Parser callbacks that run for every call are bound C methods where possible."""
+    """One connection, with one call at a time. Parser callbacks of every call are bound C methods where possible."""
 
     def __init__(self, client: HttpClient, origin: _Origin) -> None:
         self._client = client
@@ -81,18 +74,18 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[Answer] | None = None
         self._timeout_ms = 0
-        self._headless = False
+        self._head_only = False
         self._headers: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
         self._headers_done = False
-        self._answer: Answer | None = None  # complete, but what follows it in the same read is not yet known
+        self._answer: Answer | None = None  # complete, but more data may follow in the same read
         self._keep_alive = False
         self._wire_bytes = 0
-        self.deadline = _NEVER  # of the call if busy, of idleness if not
-        self.born_at = 0.0
+        self.deadline = _NEVER  # of the call; if idle, when to close
+        self.opened_at = 0.0
         self.reused = False
         self.closed = False
-        # What the parser looks up on the object it is given.
+        # The parser calls these attributes of the object that it is given.
         self.on_header = self._headers.__setitem__
         self.on_body = self._body.append
         self._parser = httptools.HttpResponseParser(self)
@@ -106,11 +99,11 @@ class _Connection(asyncio.Protocol):
     def idle(self) -> bool:
         return self in self._origin.idle
 
-    def start(self, data: bytes, deadline: float, timeout_ms: int, headless: bool) -> asyncio.Future[Answer]:
+    def start(self, data: bytes, deadline: float, timeout_ms: int, head_only: bool) -> asyncio.Future[Answer]:
         assert self._transport is not None
         self._waiter = waiter = self._loop.create_future()
         self._headers_done = False
-        self._headless = headless
+        self._head_only = head_only
         self._wire_bytes = 0
         self._timeout_ms = timeout_ms
         self.deadline = deadline
@@ -118,7 +111,7 @@ class _Connection(asyncio.Protocol):
         return waiter
 
     def abort(self) -> None:
-        """Close without a word: nothing that is still to come is wanted."""
+        """Close the connection immediately; ignore data that is still to arrive."""
         self.closed = True
         if self.idle:
             self._origin.idle.remove(self)
@@ -141,19 +134,19 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiter is None or self.closed:
-            self.abort()  # nobody asked: whatever this is, it must not become the next call's answer
+            self.abort()  # data without a request must not become the answer to the next call
             return
         self._wire_bytes += len(data)
         try:
             self._feed(data)
         except httptools.HttpParserUpgrade:
-            self.fail("malformed answer: an upgrade that nobody asked for")
+            self.fail("malformed answer: an upgrade that was not requested")
             return
         except httptools.HttpParserError as error:
             if self._answer is None:
                 self.fail(f"malformed answer: {error}")
                 return
-            self._keep_alive = False  # a good answer, and then rubbish
+            self._keep_alive = False  # a valid answer followed by invalid data
         if self._answer is not None:
             self._finish(self._answer)
         elif self._wire_bytes > HEADER_BYTES_MAX:
@@ -167,35 +160,35 @@ class _Connection(asyncio.Protocol):
         self.closed = True
         if self._waiter is not None:
             if self._headers_done and not self._has_length() and error is None:
-                self._finish(self._read_answer())  # a body without a length ends with its connection
+                self._finish(self._read_answer())  # a body without a length ends when the connection closes
             elif self._wire_bytes:
-                self.fail("connection closed in the middle of the answer")
+                self.fail("connection closed during the answer")
             else:
                 self.fail("connection closed before the answer", _Stale)
         self._client._lost(self._origin, self)
-        # Parser and connection refer to each other: cut, so that neither waits for the garbage collector.
+        # Parser and connection refer to each other: without these references both are freed at once.
         del self._parser, self._feed, self.on_header, self.on_body
 
     # httptools
 
     def on_message_begin(self) -> None:
         if self._answer is not None:
-            self._keep_alive = False  # a second answer to one request: not to be trusted any further
+            self._keep_alive = False  # a second answer to one request: do not reuse the connection
 
     def on_headers_complete(self) -> None:
         if self._answer is None:
             self._headers_done = self._parser.get_status_code() >= 200
-            if self._headless and self._headers_done:
-                self._answer = self._read_answer()  # the parser would wait for a body that never comes
+            if self._head_only and self._headers_done:
+                self._answer = self._read_answer()  # the parser would wait for a body that does not exist
 
     def on_message_complete(self) -> None:
         if self._answer is not None:
             return
         if self._headers_done:
-            # Asked here because the parser forgets it with the end of the message.
+            # Read here, because the parser resets it at the end of the message.
             self._keep_alive = self._parser.should_keep_alive()
             self._answer = self._read_answer()
-        else:  # 1xx: the answer proper follows
+        else:  # 1xx: the final answer follows
             self._headers.clear()
 
     # the end of a call
@@ -223,7 +216,7 @@ class _Connection(asyncio.Protocol):
             waiter.set_result(answer)
 
     def _check_size(self) -> None:
-        """Only while an answer is larger than a block of headers may be."""
+        """Called only if an answer is larger than its headers may be."""
         header_bytes = sum(len(name) + len(value) + 4 for name, value in self._headers.items())
         if not self._headers_done or header_bytes > HEADER_BYTES_MAX:
             self.fail(f"malformed answer: more than {HEADER_BYTES_MAX // 1024} KiB of headers")
@@ -247,17 +240,19 @@ class _Origin:
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.idle: list[_Connection] = []  # the youngest last: taken first, so that the surplus ages and goes
-        self.opened = 0  # connections, also those being opened
+        self.idle: list[
+            _Connection
+        ] = []  # the last used one is taken first, so that those that are not needed reach their idle limit
+        self.opened = 0  # number of connections, including those being opened
         self.waiting: deque[asyncio.Future[_Connection | None]] = deque()
-        self.address: str | None = None  # the last that answered
+        self.address: str | None = None  # the last one that was connected to
 
 
 # --- the client ----------------------------------------------------------------------------------
 
 
 class HttpClient:
-    """Belongs to the event loop it is first used in."""
+    """May be used in one event loop: the one of its first call."""
 
     def __init__(
         self,
@@ -271,10 +266,10 @@ class HttpClient:
         connections_per_origin_max: int | None = None,
         connections_max: int = 1_024,
     ) -> None:
-        """`resolve` answers the addresses that may be connected to; what it raises besides OSError passes through.
+        """`resolve` returns the addresses that may be connected to; its errors other than OSError are passed on.
 
-        A connection is not reused past `connection_age_ms_max`, so that a change of DNS comes through. Beyond
-        `connections_max` idle connections are closed to make room; calls are not held back by it.
+        A connection is not reused after `connection_age_ms_max`, so that a change in DNS takes effect. Above
+        `connections_max` idle connections are closed; it does not limit calls.
         """
         self._resolve = resolve or _getaddrinfo
         self._ssl_context = ssl_context
@@ -304,18 +299,18 @@ class HttpClient:
         target = _target(url) if isinstance(url, str) else url
         head = request_head(method, target, headers or {})
         data = b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)
-        answer = await self.send(target, lambda: data, timeout_ms=timeout_ms, headless=method == "HEAD")
+        answer = await self.send(target, lambda: data, timeout_ms=timeout_ms, head_only=method == "HEAD")
         assert answer is not None
         return answer
 
     async def send(
-        self, target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int, headless: bool = False
+        self, target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int, head_only: bool = False
     ) -> Answer | None:
-        """One call. `begin` runs right before the first byte leaves, when a connection is at hand, and answers
-        the whole request, or None: then nothing is sent and the answer is None.
+        """One call. `begin` is called when there is a connection, right before the first byte is sent. It returns the
+        whole request, or None: then nothing is sent and the result is None.
 
-        A reused connection that turns out closed before any byte of the answer is replaced by a fresh one,
-        once; `begin` is then asked again. `headless`: the answer has headers only (HEAD).
+        If a reused connection closes before any byte of the answer, a new one is opened, once, and `begin` is called
+        again. `head_only`: the answer has only headers (HEAD).
         """
         loop = self._loop
         if loop is None:
@@ -341,7 +336,7 @@ class HttpClient:
                     self._release(connection._origin, connection)
             if data is None:
                 return None
-            waiter = connection.start(data, deadline, timeout_ms, headless)
+            waiter = connection.start(data, deadline, timeout_ms, head_only)
             if deadline < self._sweep_at:
                 self._sweep_by(deadline)
             try:
@@ -355,7 +350,7 @@ class HttpClient:
                 retried = True
 
     async def close(self) -> None:
-        """Breaks off what is under way and closes every connection."""
+        """End running calls with an error and close all connections."""
         self._closed = True
         if self._sweep_handle is not None:
             self._sweep_handle.cancel()
@@ -369,7 +364,7 @@ class HttpClient:
                 connection.fail("the client was closed")
             await self._drained
 
-    # connections: opening, waiting for one, giving back
+    # connections: open, wait for, release
 
     async def _open_or_wait(self, target: Target, deadline: float, timeout_ms: int, *, fresh: bool) -> _Connection:
         assert self._loop is not None
@@ -381,7 +376,7 @@ class HttpClient:
                 return origin.idle.pop()
             if self._per_origin_max is None or origin.opened < self._per_origin_max:
                 return await self._open(origin, target, deadline, timeout_ms)
-            if origin.idle:  # a fresh one is wanted: make room
+            if origin.idle:  # close an idle one, so that a new one can be opened
                 origin.idle[0].abort()
             connection = await self._wait(origin, deadline, timeout_ms)
             if connection is not None and not connection.closed:
@@ -396,7 +391,7 @@ class HttpClient:
             async with asyncio.timeout_at(deadline):
                 return await waiting
         except BaseException as error:
-            if waiting.done() and not waiting.cancelled():  # given, but too late: pass it on
+            if waiting.done() and not waiting.cancelled():  # the connection came too late: pass it on
                 self._pass_on(origin, waiting.result())
             if isinstance(error, TimeoutError):
                 raise HttpError(f"no free connection within {_seconds(timeout_ms)}", sent=False) from None
@@ -410,7 +405,7 @@ class HttpClient:
 
     async def _open(self, origin: _Origin, target: Target, deadline: float, timeout_ms: int) -> _Connection:
         assert self._loop is not None
-        self._make_room()
+        self._close_surplus()
         origin.opened += 1
         now = self._loop.time()
         connect_by = now + self._connect_timeout_s
@@ -418,7 +413,7 @@ class HttpClient:
             async with asyncio.timeout_at(min(connect_by, deadline)):
                 connection = await self._connect(origin, target, min(connect_by, deadline))
         except BaseException as error:
-            self._forget(origin)
+            self._remove(origin)
             if isinstance(error, TimeoutError):
                 limit_ms = round(self._connect_timeout_s * 1_000) if connect_by <= deadline else timeout_ms
                 raise HttpError(f"connect timeout after {_seconds(limit_ms)}", sent=False) from None
@@ -427,14 +422,17 @@ class HttpClient:
             raise
         if self._closed or connection.closed:
             connection.abort()
-            self._forget(origin)
-            raise HttpError("the client is closed" if self._closed else "connection closed at once", sent=False)
-        connection.born_at = now
+            self._remove(origin)
+            raise HttpError(
+                "the client is closed" if self._closed else "connection closed right after connecting", sent=False
+            )
+        connection.opened_at = now
         self._connections.add(connection)
         return connection
 
     async def _connect(self, origin: _Origin, target: Target, deadline: float) -> _Connection:
-        """The first address that answers, the last good one first; a silent one may use up only its share of time."""
+        """Connect to the first address that answers, starting with the last good one. Each address has a share of the
+        time that is left."""
         assert self._loop is not None
         addresses = list(await self._resolve(target.host, target.port))
         if origin.address in addresses:
@@ -472,15 +470,15 @@ class HttpClient:
         return connection
 
     def _tls(self) -> ssl.SSLContext:
-        if self._ssl_context is None:  # made when first needed: loading the authorities takes a while
+        if self._ssl_context is None:  # created at the first use: loading the certificate authorities takes time
             self._ssl_context = ssl.create_default_context()
         return self._ssl_context
 
     def _release(self, origin: _Origin, connection: _Connection) -> None:
-        """A connection is free: for who waits, else for the next."""
+        """A connection is free: give it to a waiting call, or keep it for the next one."""
         assert self._loop is not None
         now = self._loop.time()
-        if connection.closed or self._closed or now - connection.born_at > self._age_s_max:
+        if connection.closed or self._closed or now - connection.opened_at > self._age_s_max:
             connection.abort()
             return
         connection.deadline = now + self._idle_s
@@ -500,18 +498,18 @@ class HttpClient:
     def _lost(self, origin: _Origin, connection: _Connection) -> None:
         if connection.idle:
             origin.idle.remove(connection)
-        if connection in self._connections:  # else it was never handed out
+        if connection in self._connections:  # otherwise it was never used
             self._connections.discard(connection)
-            self._forget(origin)
+            self._remove(origin)
         if self._drained is not None and not self._connections and not self._drained.done():
             self._drained.set_result(None)
 
-    def _forget(self, origin: _Origin) -> None:
+    def _remove(self, origin: _Origin) -> None:
         origin.opened -= 1
         if not self._wake(origin, None) and not origin.opened and self._origins.get(origin.key) is origin:
             del self._origins[origin.key]
 
-    def _make_room(self) -> None:
+    def _close_surplus(self) -> None:
         if len(self._connections) >= self._connections_max:
             idle = [connection for origin in self._origins.values() for connection in origin.idle[:1]]
             if idle:
@@ -569,5 +567,5 @@ def _connect_reason(error: OSError, target: Target) -> str:
         return f"connection refused by {target.host_header}"
     if target.tls and isinstance(error, ConnectionError):
         return f"TLS: connection closed during the handshake with {target.host_header}"
-    # Event loops word this differently; the error number does not lie.
+    # The text differs between event loops; the error number does not.
     return f"cannot connect to {target.host_header}: {os.strerror(error.errno) if error.errno else error}"

@@ -1,7 +1,7 @@
-"""URLs to call, taken apart strictly, and the head of a request to one. Pure.
+"""A strict parser for URLs to call, and the head of a request to one. Pure.
 
-What two readers could read differently is refused rather than repaired: the host that is vetted must be the
-host that is called. International names are accepted in their xn-- form only, for the same reason.
+A URL that two parsers could read differently is refused, not corrected: the host that was checked must be the host that
+is called. For the same reason international names are accepted only in their xn-- form.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from ipaddress import IPv6Address
-from typing import Final
 
 from msgspec import Struct
 
-__all__ = ["Target", "parse_target", "request_head"]
+from duetime.wire import URL_BYTES_MAX
 
-URL_BYTES_MAX: Final = 2048
+__all__ = ["Target", "parse_target", "request_head"]
 
 
 class Target(Struct, frozen=True, gc=False):
-    """A URL, taken apart once. Callers keep it: parsing is not for every call."""
+    """A parsed URL. Callers keep it, so that a URL is not parsed for every call."""
 
-    origin: str  # "scheme://host:port", lower case: connections are shared by it
+    origin: str  # "scheme://host:port", lower case: URLs of one origin share connections
     tls: bool
-    host: str  # lower case, an IPv6 address without its brackets
+    host: str  # lower case; an IPv6 address without brackets
     port: int
     host_header: str
     path: str  # with the query
@@ -37,12 +36,12 @@ _URL = re.compile(
 
 
 def parse_target(url: str) -> Target:
-    """Strict: what two parsers could read differently is refused. A ValueError reads on after a field's name."""
+    """Raises a ValueError whose text continues after the name of the field."""
     if len(url) > URL_BYTES_MAX:
         raise ValueError(f"must be at most {URL_BYTES_MAX} bytes long")
     match = _URL.fullmatch(url)
     if match is None or "#" in url:
-        raise ValueError(_what_is_wrong(url))
+        raise ValueError(_problem(url))
     scheme = match["scheme"].lower()
     tls = scheme == "https"
     host = _ipv6(match["v6"]) if match["v6"] else _host(match["host"].lower())
@@ -64,7 +63,7 @@ def parse_target(url: str) -> Target:
 
 def _host(host: str) -> str:
     if not all(0 < len(label) < 64 for label in host.removesuffix(".").split(".")):
-        raise ValueError("must have a host whose parts are 1 to 63 characters long")
+        raise ValueError("must have a host whose labels have 1 to 63 characters each")
     return host
 
 
@@ -72,10 +71,10 @@ def _ipv6(text: str) -> str:
     try:
         return str(IPv6Address(text))
     except ValueError:
-        raise ValueError("must have an IPv6 address, and nothing else, between brackets") from None
+        raise ValueError("must have a valid IPv6 address between the brackets") from None
 
 
-def _what_is_wrong(url: str) -> str:
+def _problem(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     authority = re.split(r"[/?#\\]", rest, maxsplit=1)[0]
     if not url.isascii():
@@ -90,7 +89,7 @@ def _what_is_wrong(url: str) -> str:
         return "must not contain a fragment (#…)"
     if not authority or authority.startswith(":"):
         return "must have a host"
-    return "must have a plain host name or address and, if any, a port from 1 to 65535"
+    return "must have a valid host name or address, and a port from 1 to 65535 if it has one"
 
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
@@ -98,10 +97,10 @@ _VALUE = re.compile(r"[\t -~]*", re.ASCII)
 
 
 def request_head(method: str, target: Target, headers: Mapping[str, str]) -> bytes:
-    """The request up to, not including, content-length, which ends the block: see `request`."""
+    """The start of a request. Only content-length is missing, which ends the headers: see `HttpClient.request`."""
     lines = [f"{method} {target.path} HTTP/1.1\r\nhost: {target.host_header}\r\naccept-encoding: identity\r\n"]
     for name, value in headers.items():
         if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
-            raise ValueError(f"header {name!r} is not a name with a value of visible ASCII")
+            raise ValueError(f"header {name!r} must have a valid name and a value of visible ASCII")
         lines.append(f"{name}: {value}\r\n")
     return "".join(lines).encode("ascii")

@@ -1,1 +1,1 @@
-"""The one way in for every interface: routing to the owner of a shard, commands, namespaces, status."""
+"""The entry point of every interface: routing to the owner of a shard, commands, namespaces, status."""

@@ -1,20 +1,32 @@
-"""What the owner of a shard does with a wish about one of its timers: check it, read if need be, write.
+"""Carries out commands on the instance that owns the shard: checks them, reads the timer if necessary, writes.
 
-Everything here happens on the instance that holds the shard; `service.py` finds that instance. Commands about one
-timer are carried out in the order in which they arrived, whatever each of them has to wait for (`Shard.key_lock`): if a
-client got `outcome_unknown` and writes again, its first write must not be applied after the second.
+`service.py` finds the owner of a shard, `forwarded.py` receives commands from other instances; both end here. Commands
+for one timer are carried out in the order in which they arrived (`Shard.key_lock`), even if one of them has to wait: if
+a client got `outcome_unknown` and writes again, its first write must not be applied after the second.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
 
+from duetime.cluster.forwarding import (
+    Command,
+    CommandAnswer,
+    CreateCommand,
+    DeleteCommand,
+    FireNowCommand,
+    ReplayCommand,
+    UpdateCommand,
+)
 from duetime.config import Config
 from duetime.delivery import Deliverer
+from duetime.domain.headers import check_headers
 from duetime.domain.instants import LATEST_MS
+from duetime.domain.settle import attempted, cancelled
 from duetime.domain.timer import (
     NO_EXTRAS,
     Created,
@@ -30,8 +42,6 @@ from duetime.domain.timer import (
     TimerView,
     Updated,
     Verdict,
-    attempted,
-    cancelled,
     uuid_of,
 )
 from duetime.engine.engine import Engine
@@ -51,13 +61,17 @@ from duetime.errors import (
 )
 from duetime.store import Found, Store
 
-__all__ = ["Admitted", "Commands", "Writing", "view_of"]
-
-Writing = asyncio.Future[WriteResult]
-# A create that waits for its commit.
-Admitted = tuple[Shard, Timer, Writing]
+__all__ = ["Commands", "StartedCreate", "view_of"]
 
 _replace = msgspec.structs.replace
+
+
+class StartedCreate(NamedTuple):
+    """A create whose timer waits for its commit."""
+
+    shard: Shard
+    timer: Timer
+    writing: asyncio.Future[WriteResult]
 
 
 class Commands:
@@ -69,50 +83,76 @@ class Commands:
         self._namespaces = engine.namespaces
         self._telemetry = engine.telemetry
 
-    # --- create -----------------------------------------------------------------------------------
+    def local_shard(self, shard_id: int) -> Shard | None:
+        """The shard, if this instance owns it and accepts commands for it."""
+        shard = self._engine.shards.get(shard_id)
+        return None if shard is None or shard.closing else shard
 
-    def admit(self, shard: Shard, namespace: Namespace, spec: TimerSpec) -> Admitted | None:
-        """The common create, without waiting for anything but the commit. None: this one has to wait."""
+    async def carry_out(self, shard: Shard, command: Command) -> CommandAnswer:
+        match command:
+            case CreateCommand(spec):
+                return await self.create(shard, spec)
+            case UpdateCommand(key, patch):
+                return await self.update(shard, key, patch)
+            case DeleteCommand(key):
+                return await self.delete(shard, key)
+            case FireNowCommand(key):
+                return await self.fire_now(shard, key)
+            case ReplayCommand(key):
+                return await self.replay(shard, key)
+
+    # --- create -----------------------------------------------------------------------------------
+    #
+    # Every create (single, one of many, forwarded) is `start_create` and then `finish_create`. `create` is both, and
+    # waits before the write where that is necessary.
+
+    def start_create(self, shard: Shard, spec: TimerSpec) -> StartedCreate | None:
+        """Hand the timer to the next commit, without waiting. None: the create has to wait before the write, for a
+        read (of its namespace, or of the timer because of `ifAbsent`) or for an earlier command: call `create`."""
+        namespace = self._namespaces.usable(spec.namespace)
         key = TimerKey(spec.namespace, spec.timer_id)
-        if spec.if_absent or shard.is_locked(key):
+        if namespace is None or spec.if_absent or shard.is_locked(key):
             return None
         timer = self._timer_of(spec, namespace, shard)
-        return shard, timer, shard.write(key, timer, [])
+        return StartedCreate(shard, timer, shard.write(key, timer, []))
 
     async def create(self, shard: Shard, spec: TimerSpec) -> Created:
-        """Upsert: whatever timer has this id is replaced."""
-        key = TimerKey(spec.namespace, spec.timer_id)
-        async with shard.key_lock(key):
-            namespace = await self._namespaces.get_for_create(spec.namespace)
-            timer = self._timer_of(spec, namespace, shard)
-            if spec.if_absent and (there := await self._already_there(shard, key, spec, timer)):
-                return there
-            _, replaced = await shard.write(key, timer, [])
-        return await self._created(shard, timer, replaced)
+        """Upsert: a scheduled timer with this id is replaced."""
+        started = self.start_create(shard, spec)
+        if started is None:
+            key = TimerKey(spec.namespace, spec.timer_id)
+            async with shard.key_lock(key):
+                namespace = await self._namespaces.get_for_create(spec.namespace)
+                timer = self._timer_of(spec, namespace, shard)
+                if spec.if_absent and (existing := await self._existing(shard, key, spec, timer)):
+                    return existing
+                started = StartedCreate(shard, timer, shard.write(key, timer, []))
+                await started.writing
+        return await self.finish_create(started)
 
-    async def created(self, admitted: Admitted) -> Created:
-        """The answer to a create that `admit` has admitted, once it is on disk."""
-        shard, timer, writing = admitted
+    async def finish_create(self, started: StartedCreate) -> Created:
+        """Wait for the commit of a started create, and acknowledge it."""
+        shard, timer, writing = started
         _, replaced = await writing
-        return self.acknowledged(timer, replaced) or await self._created(shard, timer, replaced)
-
-    def acknowledged(self, timer: Timer, replaced: bool | None) -> Created | None:
-        """It is on disk. None: whether its namespace still exists must be read first, see `created`."""
-        if self._namespaces.usable(timer.namespace) is None:
-            return None
-        self._telemetry.created.value += 1
-        return Created(TimerView(timer, State.SCHEDULED), replaced)
-
-    async def _created(self, shard: Shard, timer: Timer, replaced: bool | None) -> Created:
+        created = self.acknowledge(timer, replaced)
+        if created is not None:
+            return created
         await self._check_still_in_namespace(shard, timer, is_new=replaced is False)
+        return self._acknowledged(timer, replaced)
+
+    def acknowledge(self, timer: Timer, replaced: bool | None) -> Created | None:
+        """The answer to a create that is committed. None: its namespace must be read again first (`finish_create`)."""
+        return None if self._namespaces.usable(timer.namespace) is None else self._acknowledged(timer, replaced)
+
+    def _acknowledged(self, timer: Timer, replaced: bool | None) -> Created:
         self._telemetry.created.value += 1
         return Created(TimerView(timer, State.SCHEDULED), replaced)
 
     async def _check_still_in_namespace(self, shard: Shard, timer: Timer, *, is_new: bool) -> None:
-        """A timer was written. It is acknowledged only if a recent read of the namespaces still shows its namespace:
-        deleting a namespace waits longer than such a read stays valid and then looks for timers, so it finds all that
-        were acknowledged (service.delete_namespace). If the namespace is being deleted, a timer that was not there
-        before (`is_new`) is removed again. One that was there keeps its namespace: the deletion finds it."""
+        """Called after a timer was written. It is acknowledged only if a recent read of the namespaces still shows its
+        namespace: deleting a namespace waits longer than such a read stays valid and then lists the timers, so it finds
+        all that were acknowledged (`NamespaceOperations.delete`). If the namespace is being deleted, a timer that did
+        not exist before (`is_new`) is removed again. One that existed keeps the namespace: the deletion finds it."""
         try:
             await (self._namespaces.get_for_create if is_new else self._namespaces.get)(timer.namespace)
         except (NotFound, Unserved):
@@ -121,10 +161,10 @@ class Commands:
             await self._remove(shard, timer)
             raise
         except StoreError as error:
-            raise OutcomeUnknown(f"stored, but whether the namespace still exists is not known: {error}") from error
+            raise OutcomeUnknown(f"stored, but cannot read whether the namespace still exists: {error}") from error
 
     async def _remove(self, shard: Shard, timer: Timer) -> None:
-        """Remove a timer whose namespace was deleted while it was written, unless it has begun to fire."""
+        """Remove a timer whose namespace was deleted while it was written, unless its delivery has started."""
         try:
             async with shard.key_lock(timer.key):
                 found = await self._find(shard, timer.key)
@@ -132,20 +172,21 @@ class Commands:
                     await shard.write(timer.key, None, [])
                     return
         except DuetimeError as error:
-            raise OutcomeUnknown(f"the namespace was deleted, and the timer may be left in it: {error}") from error
-        raise OutcomeUnknown("the namespace was deleted, and the timer has begun to fire")
+            raise OutcomeUnknown(f"the namespace was deleted, but the timer may still be stored: {error}") from error
+        raise OutcomeUnknown("the namespace was deleted, but the delivery of the timer has started")
 
-    async def _already_there(self, shard: Shard, key: TimerKey, spec: TimerSpec, timer: Timer) -> Created | None:
-        """`ifAbsent`: the same request again gets the same answer, another one a conflict, also after the end."""
+    async def _existing(self, shard: Shard, key: TimerKey, spec: TimerSpec, timer: Timer) -> Created | None:
+        """`ifAbsent`: a repeated request gets the same answer, a different one a conflict, also if the timer is
+        reached. None: there is no such timer."""
         found = await self._find(shard, key)
         if found.unreadable is not None:
             raise _unreadable(key, found.unreadable)
         stored = found.timer or (found.reached.timer if found.reached is not None else None)
         if stored is None:
             return None
-        if not _same_wish(stored, timer, compare_time=spec.delay_ms is None):
+        if not _is_same(stored, timer, compare_time=spec.delay_ms is None):
             raise Conflict(
-                f"Timer {key.timer_id!r} exists in namespace {key.namespace!r} and is different",
+                f"Timer {key.timer_id!r} exists in namespace {key.namespace!r} with other values",
                 field="timerId",
                 code="timer_exists",
             )
@@ -182,7 +223,7 @@ class Commands:
         )
 
     def _instants(self, execute_at_ms: int | None, delay_ms: int | None) -> tuple[int, int]:
-        """Now, and the time to execute at. A delay is exactly the difference of the two."""
+        """The current time and the time to execute at. A delay is exactly the difference between the two."""
         membership = self._engine.membership
         if execute_at_ms is not None:
             return membership.now_ms(), execute_at_ms
@@ -200,25 +241,26 @@ class Commands:
             raise InvalidField("callbackUrl", f"callbackUrl {error}") from None
 
     def _check_headers(self, headers: dict[str, str] | None) -> None:
+        """The API has checked them, but perhaps on an instance of another version, by other rules."""
         try:
-            self._deliverer.check_headers(headers or {})
+            check_headers(headers or {})
         except ValueError as error:
             raise InvalidField("headers", f"headers {error}") from None
 
     def _check_payload(self, payload: str, namespace: Namespace) -> None:
-        most = min(
+        bytes_max = min(
             self._config.limits.payload_bytes_max,
             self._store.capabilities.payload_bytes_max,
             namespace.payload_bytes_max or self._config.limits.payload_bytes_max,
         )
-        # A character has at most four bytes: most payloads need not be encoded to be measured.
-        if len(payload) * 4 > most and len(payload.encode()) > most:
-            raise TooLarge(f"payload is larger than {most} bytes", field="payload")
+        # A character has at most four bytes: most payloads are short enough not to be encoded for this check.
+        if len(payload) * 4 > bytes_max and len(payload.encode()) > bytes_max:
+            raise TooLarge(f"payload is larger than {bytes_max} bytes", field="payload")
 
     # --- update, delete, fire now, replay ---------------------------------------------------------
 
     async def update(self, shard: Shard, key: TimerKey, patch: TimerPatch) -> Updated:
-        """Change a scheduled timer. The verdict tells whether its old self was already on its way."""
+        """Change a scheduled timer. The verdict says whether a delivery with the old values had started."""
         async with shard.key_lock(key):
             namespace = await self._namespaces.get(key.namespace)
             found = await self._find(shard, key)
@@ -275,7 +317,7 @@ class Commands:
         return changed
 
     async def delete(self, shard: Shard, key: TimerKey) -> Verdict:
-        """After this is answered no delivery starts. The verdict tells whether one had."""
+        """After the answer no delivery starts. The verdict says whether one had started before."""
         async with shard.key_lock(key):
             namespace = await self._namespaces.get(key.namespace)
             found = await self._find(shard, key)
@@ -289,16 +331,16 @@ class Commands:
                 return Verdict.ALREADY_REACHED
             now_ms = self._engine.membership.now_ms()
             entry = shard.entries.get(key)
-            sending = shard.is_sending(key)
-            if sending and entry is not None and entry.started_at_ms:
+            is_sending = shard.is_sending(key)
+            if is_sending and entry is not None and entry.started_at_ms:
                 timer = attempted(timer, entry.started_at_ms)
             await shard.write(key, None, [cancelled(timer, namespace, now_ms)])
         self._telemetry.deleted.value += 1
         self._telemetry.outcomes.add(Outcome.CANCELLED.value)
-        return Verdict.IN_FLIGHT if sending else Verdict.CANCELLED
+        return Verdict.IN_FLIGHT if is_sending else Verdict.CANCELLED
 
     async def fire_now(self, shard: Shard, key: TimerKey) -> TimerView:
-        """Make a scheduled timer due at once; one already on its way is left to it."""
+        """Make a scheduled timer due now. A timer in flight is not changed."""
         async with shard.key_lock(key):
             await self._namespaces.get(key.namespace)
             found = await self._find(shard, key)
@@ -311,7 +353,7 @@ class Commands:
         return TimerView(timer, State.SCHEDULED)
 
     async def replay(self, shard: Shard, key: TimerKey) -> TimerView:
-        """Arm a reached timer again, as a new one that is due at once."""
+        """Schedule a reached timer again, as a new timer that is due now."""
         async with shard.key_lock(key):
             await self._namespaces.get_for_create(key.namespace)
             found = await self._find(shard, key)
@@ -339,9 +381,9 @@ class Commands:
         return timer
 
     async def _find(self, shard: Shard, key: TimerKey) -> Found:
-        """What is on disk under a key. The caller is `key_lock` with it, so it stays so until he writes.
+        """What is stored for a key. The caller holds the key lock, so the row does not change until the caller writes.
 
-        Waits for whatever was admitted before: an answer must not rest on a write that may still fail.
+        Waits for pending writes of this key: an answer must not depend on a write that may still fail.
         """
         while True:
             while (undecided := shard.undecided(key)) is not None:
@@ -349,25 +391,25 @@ class Commands:
                     await undecided
                 except OutcomeUnknown:
                     raise StoreUnavailable(
-                        "An earlier write about this timer is not decided yet; not applied"
+                        "The outcome of an earlier write to this timer is unknown; this one was not applied"
                     ) from None
                 except StoreError:
                     if shard.has_pending_write(key):
-                        raise  # an outcome that cannot be recorded yet: the request must not wait for it without limit
-                    # It was not applied: the previous timer is still there.
+                        raise  # a settlement that cannot be written yet: a request must not wait for it without limit
+                    # Otherwise the write was not applied: the previous timer is still stored.
             timer = shard.current(key)
             if timer is not UNKNOWN and timer is not None:
                 return Found(timer)
             found = await self._engine.lookup.find(shard.shard_id, key)
             if shard.current(key) is UNKNOWN:
-                return found  # otherwise it was loaded, or settled, while we were reading
+                return found  # otherwise it was loaded or settled during the read: check again
 
 
 def view_of(shard: Shard | None, key: TimerKey, found: Found) -> TimerView:
-    """What a user sees. Whether it is in flight only its owner knows."""
+    """What a user sees of a timer. Only its owner knows whether it is in flight (`shard` is None elsewhere)."""
     if found.timer is not None:
-        sending = shard is not None and shard.is_sending(key)
-        return TimerView(found.timer, State.IN_FLIGHT if sending else State.SCHEDULED)
+        is_sending = shard is not None and shard.is_sending(key)
+        return TimerView(found.timer, State.IN_FLIGHT if is_sending else State.SCHEDULED)
     if found.unreadable is not None:
         raise _unreadable(key, found.unreadable)
     if found.reached is not None:
@@ -384,30 +426,32 @@ def _no_timer(key: TimerKey) -> NotFound:
 def _not_scheduled(key: TimerKey, found: Found) -> DuetimeError:
     if found.unreadable is not None:
         return _unreadable(key, found.unreadable)
-    return _no_timer(key) if found.reached is None else _is_over(key, found.reached)
+    return _no_timer(key) if found.reached is None else _already_reached(key, found.reached)
 
 
 def _unreadable(key: TimerKey, error: str) -> UnreadableTimer:
     return UnreadableTimer(
-        f"Timer {key.timer_id!r} in namespace {key.namespace!r} is stored, but cannot be decoded, and does not fire: "
-        f"{error}. Create it again, or delete it",
+        f"Timer {key.timer_id!r} in namespace {key.namespace!r} is stored, but cannot be decoded and does not fire: "
+        f"{error}. Create it again or delete it",
         field="timerId",
     )
 
 
-def _is_over(key: TimerKey, reached: Reached) -> Conflict:
-    return Conflict(f"Timer {key.timer_id!r} is over: {reached.outcome}", field="timerId", code="already_reached")
+def _already_reached(key: TimerKey, reached: Reached) -> Conflict:
+    return Conflict(
+        f"Timer {key.timer_id!r} is already reached: {reached.outcome}", field="timerId", code="already_reached"
+    )
 
 
-def _same_wish(stored: Timer, wished: Timer, *, compare_time: bool) -> bool:
+def _is_same(stored: Timer, asked: Timer, *, compare_time: bool) -> bool:
     return (
-        stored.callback_url == wished.callback_url
-        and stored.payload == wished.payload
-        and stored.retry_policy == wished.retry_policy
-        and stored.callback_timeout_seconds == wished.callback_timeout_seconds
-        and stored.correlation_id == wished.correlation_id
-        and stored.extras.headers == wished.extras.headers
-        and stored.extras.tags == wished.extras.tags
-        and stored.extras.missed == wished.extras.missed
-        and (not compare_time or stored.scheduled_at_ms == wished.scheduled_at_ms)
+        stored.callback_url == asked.callback_url
+        and stored.payload == asked.payload
+        and stored.retry_policy == asked.retry_policy
+        and stored.callback_timeout_seconds == asked.callback_timeout_seconds
+        and stored.correlation_id == asked.correlation_id
+        and stored.extras.headers == asked.extras.headers
+        and stored.extras.tags == asked.extras.tags
+        and stored.extras.missed == asked.extras.missed
+        and (not compare_time or stored.scheduled_at_ms == asked.scheduled_at_ms)
     )

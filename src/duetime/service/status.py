@@ -1,7 +1,7 @@
-"""How this instance is doing, and how the whole cluster is: every living member is asked, in parallel.
+"""The status of this instance, and of the cluster: all live members are asked, in parallel.
 
-The rows of the store say who is a member and whose a shard is; figures come from the members themselves. One
-that does not answer is shown with the reason, which is a finding of its own: its address may be wrong.
+The rows of the store say which members there are and who owns a shard; figures come from the members themselves. A
+member that does not answer is shown with the reason, which helps operators too: its address may be wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from duetime.store import Member, ShardRow, Store
 
 __all__ = ["cluster_status", "instance_status"]
 
-_ASKED_WITHIN_S = 1.25  # what carries the question has a limit of one second, and says more when it is reached
+_ASKED_WITHIN_S = 1.25  # the peer client has a limit of one second, and its error says more
 _UNOWNED_LISTED_MAX = 100
 _DEAD_LISTED_MAX = 100
 _DESTINATIONS_MAX = 5
@@ -60,38 +60,38 @@ def _held_for(engine: Engine) -> tuple[HeldFor, ...]:
     flow = engine.fire_loop.flow
     if not flow.waiting:
         return ()
-    longest = heapq.nlargest(_DESTINATIONS_MAX, flow.destinations(), key=lambda place: place.waiting)
+    most_held = heapq.nlargest(_DESTINATIONS_MAX, flow.destinations(), key=lambda destination: destination.waiting)
     return tuple(
         HeldFor(
-            destination=place.name,
-            held=place.waiting,
-            in_flight=place.in_flight,
-            failures=place.failures,
-            breaker_open=place.open_until != 0,
+            destination=destination.name,
+            held=destination.waiting,
+            in_flight=destination.in_flight,
+            failures=destination.failures,
+            breaker_open=destination.open_until != 0,
         )
-        for place in longest
-        if place.waiting
+        for destination in most_held
+        if destination.waiting
     )
 
 
 async def cluster_status(
     engine: Engine, store: Store, peers: Peers, config: EngineConfig, *, with_shards: bool = False
 ) -> ClusterStatus:
-    # Members after shards, never before: an owner that joined in between would look dead.
+    # Read members after shards: otherwise an owner that joined between the two reads would look dead.
     rows = await store.shards()
-    members = _worth_showing(await store.members())
+    members = _shown_members(await store.members())
     owned = Counter(row.owner_id for row in rows)
-    mine = instance_status(engine)
-    shown = await asyncio.gather(*(_ask(member, owned[member.instance_id], mine, peers) for member in members))
-    told = [member.status for member in shown if member.status is not None]
+    own = instance_status(engine)
+    shown = await asyncio.gather(*(_ask(member, owned[member.instance_id], own, peers) for member in members))
+    reported = [member.status for member in shown if member.status is not None]
     alive = {member.instance_id for member in members if member.alive}
     unowned = [row.shard_id for row in rows if row.owner_id not in alive]
     return ClusterStatus(
-        instance_id=mine.instance_id,
-        version=mine.version,
+        instance_id=own.instance_id,
+        version=own.version,
         store=store.capabilities.name,
-        ready=mine.ready,
-        reason=mine.reason,
+        ready=own.ready,
+        reason=own.reason,
         clock_skew_max_ms=config.clock_skew_max.ms,
         dead_after_ms=config.dead_after.ms,
         members=tuple(shown),
@@ -103,45 +103,45 @@ async def cluster_status(
         ),
         unowned_shards=tuple(unowned[:_UNOWNED_LISTED_MAX]),
         shards=tuple(_shard_status(engine, row) for row in rows) if with_shards else None,
-        in_memory=sum(status.in_memory for status in told),
-        in_flight=sum(status.in_flight for status in told),
-        held=sum(status.held for status in told),
-        writes_waiting=sum(status.writes_waiting for status in told),
-        unreadable=sum(status.unreadable for status in told),
-        clock_skew_ms=max((status.clock_skew_ms for status in told), key=abs, default=0),
-        oldest_due_ms=_worst(told, lambda status: status.oldest_due_ms),
-        lateness_p50_ms=_worst(told, lambda status: status.lateness_p50_ms),
-        lateness_p99_ms=_worst(told, lambda status: status.lateness_p99_ms),
+        in_memory=sum(status.in_memory for status in reported),
+        in_flight=sum(status.in_flight for status in reported),
+        held=sum(status.held for status in reported),
+        writes_waiting=sum(status.writes_waiting for status in reported),
+        unreadable=sum(status.unreadable for status in reported),
+        clock_skew_ms=max((status.clock_skew_ms for status in reported), key=abs, default=0),
+        oldest_due_ms=_worst(reported, lambda status: status.oldest_due_ms),
+        lateness_p50_ms=_worst(reported, lambda status: status.lateness_p50_ms),
+        lateness_p99_ms=_worst(reported, lambda status: status.lateness_p99_ms),
     )
 
 
-def _worth_showing(members: list[Member]) -> list[Member]:
-    """The living by address; then the dead that joined last: an instance that dies again and again leaves a row
-    each time, for ten minutes."""
+def _shown_members(members: list[Member]) -> list[Member]:
+    """Live members by address, then the dead ones that joined last. They are limited, because an instance that crashes
+    again and again leaves a row each time, for ten minutes."""
     alive = sorted((m for m in members if m.alive), key=lambda m: (m.address, m.joined_at_ms))
     dead = sorted((m for m in members if not m.alive), key=lambda m: (-m.joined_at_ms, m.instance_id))
     return alive + dead[:_DEAD_LISTED_MAX]
 
 
-async def _ask(member: Member, shards: int, mine: InstanceStatus, peers: Peers) -> MemberStatus:
+async def _ask(member: Member, shards: int, own: InstanceStatus, peers: Peers) -> MemberStatus:
     status, unreachable = None, None
-    if member.instance_id == mine.instance_id:
-        status = mine
+    if member.instance_id == own.instance_id:
+        status = own
     elif member.alive:
         try:
             async with asyncio.timeout(_ASKED_WITHIN_S):
                 status = await peers.status(Peer(member.instance_id, member.address, member.secret))
         except TimeoutError:
-            unreachable = "it does not answer in time"
+            unreachable = "no answer in time"
         except DuetimeError as error:
             unreachable = error.detail
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # of another version
-            unreachable = f"its answer cannot be read: {error}"
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # an instance of another version
+            unreachable = f"the answer cannot be decoded: {error}"
     return MemberStatus(
         instance_id=member.instance_id,
         address=member.address,
         alive=member.alive,
-        self_=status is mine,
+        self_=status is own,
         shards=shards,
         joined_at_ms=member.joined_at_ms,
         status=status,
@@ -161,5 +161,5 @@ def _shard_status(engine: Engine, row: ShardRow) -> ShardStatus:
     )
 
 
-def _worst(told: Iterable[InstanceStatus], figure: Callable[[InstanceStatus], N | None]) -> N | None:
-    return max((value for status in told if (value := figure(status)) is not None), default=None)
+def _worst(reported: Iterable[InstanceStatus], figure: Callable[[InstanceStatus], N | None]) -> N | None:
+    return max((value for status in reported if (value := figure(status)) is not None), default=None)

@@ -22,7 +22,8 @@ from duetime.engine.namespaces import Namespaces
 from duetime.engine.ownership import Ownership
 from duetime.engine.shard import Entry, Phase, Shard, end_of
 from duetime.errors import Conflict, NotOwner, ShardLost
-from duetime.service.service import Service
+from duetime.service.forwarded import ForwardedCommands
+from duetime.service.namespaces import NamespaceOperations
 from duetime.stores.memory import MemoryStore
 from duetime.testing.simulation.network import SimStore
 
@@ -159,14 +160,14 @@ async def _recover_without_claiming(self: Ownership, shard: Shard) -> None:
         shard.finish_recovery(rows[shard.shard_id], found)
 
 
-def _take_again(self: Service, forward: Any) -> Any:
+def _take_again(self: ForwardedCommands, forward: Any) -> Any:
     """Carries out every command that arrives, at any time and any number of times."""
 
     async def carry_out() -> Any:
-        shard = self._engine.shards.get(forward.shard_id)
-        if shard is None or shard.closing:
+        shard = self._commands.local_shard(forward.shard_id)
+        if shard is None:
             raise NotOwner
-        return await self._carry_out(shard, forward.command)
+        return await self._commands.carry_out(shard, forward.command)
 
     return asyncio.ensure_future(carry_out())
 
@@ -194,14 +195,14 @@ def _now_with_the_offset(self: Membership) -> int:
 _right_now_ms = Membership.now_ms
 
 
-async def _delete_after_one_look(self: Service, name: str) -> None:
-    """Marks the namespace as deleted and does not search again for timers that were accepted before all instances
+async def _delete_after_one_look(self: NamespaceOperations, name: str) -> None:
+    """Marks the namespace and does not search again for timers that were accepted before all instances
     knew."""
-    old = await self._namespaces.get(name)
+    old = await self._cache.get(name)
     if name == "default":
         raise Conflict("stays")
     await self._refuse_if_used(old)
-    await self._namespaces.replace(replace(old, revision=old.revision + 1, deleted=True), old)
+    await self._cache.replace(replace(old, revision=old.revision + 1, deleted=True), old)
 
 
 def _restore_nothing(self: Shard, key: Any, previous_entry: Entry | None) -> None:
@@ -286,7 +287,7 @@ MUTANTS = (
     Mutant(
         "forward-taken-twice",
         "a request between instances that the network repeats is accepted, and its commands are carried out again",
-        ((Service, "take", _take_again), (_RequestNumbers, "is_new", _every_number_is_new)),
+        ((ForwardedCommands, "receive", _take_again), (_RequestNumbers, "is_new", _every_number_is_new)),
     ),
     Mutant(
         "begin-without-looking",
@@ -311,7 +312,7 @@ MUTANTS = (
     Mutant(
         "deleted-after-one-look",
         "a namespace is deleted without a second search for timers that were accepted meanwhile",
-        ((Service, "delete_namespace", _delete_after_one_look),),
+        ((NamespaceOperations, "delete", _delete_after_one_look),),
     ),
     Mutant(
         "released-before-recorded",

@@ -34,6 +34,8 @@ MODULES = (
     "duetime.cluster.peer_client",
     "duetime.cluster.peer_protocol",
     "duetime.cluster.placement",
+    "duetime.service.forwarded",
+    "duetime.service.namespaces",
     "duetime.service.service",
     "duetime.engine.shard",
     "duetime.single_flight",

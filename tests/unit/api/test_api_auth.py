@@ -1,4 +1,4 @@
-"""The gate of the API by itself: which header lets whom in, what is remembered of it, and who is a browser's page."""
+"""The authenticator: which headers are accepted, what is cached, and requests from pages of web browsers."""
 
 from __future__ import annotations
 
@@ -38,48 +38,48 @@ def test_without_tokens_anyone_may_do_anything() -> None:
 
 @pytest.mark.parametrize("header", ["Bearer root", "bearer root", "BEARER root", "Bearer  root ", "Bearer root\t"])
 def test_the_scheme_may_be_in_any_case_and_blanks_do_not_count(header: str) -> None:
-    door = gate(token("other"), token("root"), token("third"))
+    server = gate(token("other"), token("root"), token("third"))
     for _ in range(2):  # the second time it is remembered
-        assert door.caller(request(authorization=header)).name == "root"
+        assert server.caller(request(authorization=header)).name == "root"
 
 
 @pytest.mark.parametrize("header", ["Basic root", "root", " root", "Bearer", "Bearer ", "Bearerroot", "", "Bearer roo"])
 def test_a_good_token_in_another_form_and_a_bad_one_are_refused(header: str) -> None:
-    door = gate(token("root"))
-    door.caller(request(authorization="Bearer root"))
+    server = gate(token("root"))
+    server.caller(request(authorization="Bearer root"))
     for _ in range(2):
         with pytest.raises(Unauthenticated):
-            door.caller(request(authorization=header))
+            server.caller(request(authorization=header))
 
 
 def test_a_missing_header_is_refused_also_after_a_good_one() -> None:
-    door = gate(token("root"))
-    door.caller(request(authorization="Bearer root"))
-    with pytest.raises(Unauthenticated, match="wants a token"):
-        door.caller(request())
+    server = gate(token("root"))
+    server.caller(request(authorization="Bearer root"))
+    with pytest.raises(Unauthenticated, match="requires a token"):
+        server.caller(request())
 
 
 def test_a_digest_may_be_configured_in_capitals() -> None:
     known = token("root")
-    door = gate(Token(name="root", sha256=known.sha256.upper()))
-    assert door.caller(request(authorization="Bearer root")).name == "root"
+    server = gate(Token(name="root", sha256=known.sha256.upper()))
+    assert server.caller(request(authorization="Bearer root")).name == "root"
 
 
 def test_what_is_remembered_is_bounded_and_only_of_good_tokens() -> None:
-    door = gate(token("root"), token("shop"))
+    server = gate(token("root"), token("shop"))
     for blanks in range(1, 50):
-        assert door.caller(request(authorization=f"Bearer{' ' * blanks}root")).name == "root"
+        assert server.caller(request(authorization=f"Bearer{' ' * blanks}root")).name == "root"
         with pytest.raises(Unauthenticated):
-            door.caller(request(authorization=f"Bearer bad{blanks}"))
-    assert len(door._verified) == 4
-    assert {caller.name for caller in door._verified.values()} == {"root"}
+            server.caller(request(authorization=f"Bearer bad{blanks}"))
+    assert len(server._verified) == 4
+    assert {caller.name for caller in server._verified.values()} == {"root"}
 
 
 def test_a_token_that_is_remembered_keeps_its_own_rights() -> None:
-    door = gate(token("eye", verbs=("read",)), token("root"))
+    server = gate(token("eye", verbs=("read",)), token("root"))
     for _ in range(2):
-        assert door.caller(request(authorization="Bearer eye")).verbs == {"read"}
-        assert door.caller(request(authorization="Bearer root")).verbs == {"read", "write", "admin"}
+        assert server.caller(request(authorization="Bearer eye")).verbs == {"read"}
+        assert server.caller(request(authorization="Bearer root")).verbs == {"read", "write", "admin"}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_token_has_its_verbs_and_none_means_all(verbs: tuple[str, ...], may: s
         if verb in may:
             caller.require_verb(verb)
         else:
-            with pytest.raises(Forbidden, match=f"'t' lacks the verb '{verb}'"):
+            with pytest.raises(Forbidden, match=f"'t' does not have the verb '{verb}'"):
                 caller.require_verb(verb)
 
 
@@ -106,7 +106,7 @@ def test_a_token_has_its_namespaces_and_none_means_all() -> None:
     one: Caller = gate(token("t", namespaces=("orders",))).caller(request(authorization="Bearer t"))
     one.require_namespace("orders")
     assert (one.may_see("orders"), one.may_see("default"), one.may_see("")) == (True, False, False)
-    with pytest.raises(Forbidden, match="not for the namespace 'default'"):
+    with pytest.raises(Forbidden, match="does not allow the namespace 'default'"):
         one.require_namespace("default")
     every = gate(token("t")).caller(request(authorization="Bearer t"))
     every.require_namespace("default")
@@ -135,21 +135,21 @@ def test_an_open_server_serves_only_pages_of_its_own_at_loopback(origin: str, ho
     if passes:
         assert gate().caller(request(origin=origin, host=host)) is ANYONE
     else:
-        with pytest.raises(Forbidden, match="other sites"):
+        with pytest.raises(Forbidden, match="other web sites"):
             gate().caller(request(origin=origin, host=host))
 
 
 @pytest.mark.parametrize(("origin", "host", "of_loopback"), _PAGES)
 def test_a_server_with_tokens_serves_pages_of_its_own_wherever_it_is(origin: str, host: str, of_loopback: bool) -> None:
     passes = of_loopback or (origin == f"http://{host}" and "[" not in host)
-    door = gate(token("root"))
-    door.caller(request(authorization="Bearer root"))  # a token that is remembered lets no other page in
+    server = gate(token("root"))
+    server.caller(request(authorization="Bearer root"))  # a cached token does not allow other pages
     asked = request(origin=origin, host=host, authorization="Bearer root")
     if passes:
-        assert door.caller(asked).name == "root"
+        assert server.caller(asked).name == "root"
     else:
-        with pytest.raises(Forbidden, match="other sites"):
-            door.caller(asked)
+        with pytest.raises(Forbidden, match="other web sites"):
+            server.caller(asked)
 
 
 def test_a_page_needs_a_host_header_to_be_of_the_same_site() -> None:

@@ -29,10 +29,11 @@ from duetime.service.service import Service
 
 
 class Commands:
-    """The service behind the door. Orders named in `errors` fail at once, those in `pending` are not decided yet."""
+    """The service. Commands named in `errors` fail at once, those in `pending` are not decided yet."""
 
     def __init__(self) -> None:
         self.peer = Peer("b", "b:1", "the secret")
+        self.forwarded = self
         self.got: list[str] = []
         self.errors: dict[str, Exception] = {}
         self.pending: dict[str, asyncio.Future[CommandAnswer]] = {}
@@ -43,10 +44,10 @@ class Commands:
     def instance_status(self) -> dict[str, str]:
         return {"instance_id": self.peer.instance_id}
 
-    def take(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
+    def receive(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
         return self._answer(forward.command_id, Verdict.CANCELLED)
 
-    def taken(self, command_id: str) -> asyncio.Future[CommandAnswer]:
+    def answer_to(self, command_id: str) -> asyncio.Future[CommandAnswer]:
         return self._answer(command_id, Verdict.ALREADY_REACHED)
 
     def _answer(self, command_id: str, verdict: Verdict) -> asyncio.Future[CommandAnswer]:
@@ -66,7 +67,7 @@ def owner() -> Commands:
 
 
 @pytest.fixture
-def door(owner: Commands) -> PeerServer:
+def server(owner: Commands) -> PeerServer:
     return PeerServer(cast(Service, owner))
 
 
@@ -81,10 +82,10 @@ def request(
     return Request("POST", COMMANDS_PATH, headers={SIGNATURE.encode(): sign(secret, body).encode()}, body=body)
 
 
-async def accepts(door: PeerServer, sent: Request) -> bool:
+async def accepts(server: PeerServer, sent: Request) -> bool:
     """False: refused as a replay."""
     try:
-        await door.handle(sent)
+        await server.handle(sent)
     except Conflict:
         return False
     return True
@@ -97,159 +98,161 @@ def replies(response: Response) -> list[Reply]:
 # --- each request once ---------------------------------------------------------------------------
 
 
-async def test_a_request_is_accepted_once(door: PeerServer, owner: Commands) -> None:
+async def test_a_request_is_accepted_once(server: PeerServer, owner: Commands) -> None:
     sent = request(1, "t1")
-    assert await accepts(door, sent)
-    assert not await accepts(door, sent)
+    assert await accepts(server, sent)
+    assert not await accepts(server, sent)
     assert owner.got == ["t1"]
 
 
-async def test_a_question_about_the_status_is_accepted_once_too(door: PeerServer) -> None:
+async def test_a_question_about_the_status_is_accepted_once_too(server: PeerServer) -> None:
     body = encode(StatusRequest("b", "a", 1))
     sent = Request("POST", STATUS_PATH, headers={SIGNATURE.encode(): sign("the secret", body).encode()}, body=body)
-    assert await accepts(door, sent)
-    assert not await accepts(door, sent)
-    assert not await accepts(door, request(1)), "orders and questions are numbered together"
+    assert await accepts(server, sent)
+    assert not await accepts(server, sent)
+    assert not await accepts(server, request(1)), "commands and status requests are numbered together"
 
 
-async def test_requests_may_overtake_each_other(door: PeerServer) -> None:
+async def test_requests_may_overtake_each_other(server: PeerServer) -> None:
     for number in (3, 1, 2, 7, 5):
-        assert await accepts(door, request(number))
+        assert await accepts(server, request(number))
     for number in (1, 2, 3, 5, 7):
-        assert not await accepts(door, request(number))
-    assert await accepts(door, request(4))
-    assert await accepts(door, request(6))
+        assert not await accepts(server, request(number))
+    assert await accepts(server, request(4))
+    assert await accepts(server, request(6))
 
 
 @pytest.mark.parametrize("number", [0, -1, -(2**63)])
-async def test_numbers_start_at_one(door: PeerServer, number: int) -> None:
-    assert not await accepts(door, request(number))
+async def test_numbers_start_at_one(server: PeerServer, number: int) -> None:
+    assert not await accepts(server, request(number))
 
 
 async def test_an_instance_that_joins_again_accepts_numbers_from_one_and_refuses_what_was_sent_before(
-    door: PeerServer, owner: Commands
+    server: PeerServer, owner: Commands
 ) -> None:
     before = [request(number, f"t{number}") for number in range(1, 6)]
-    assert all([await accepts(door, sent) for sent in before])
+    assert all([await accepts(server, sent) for sent in before])
     owner.peer = Peer("b2", "b:1", "another secret")
     after = [request(number, to="b2", secret="another secret") for number in range(1, 6)]
-    assert all([await accepts(door, sent) for sent in after])
-    assert not any([await accepts(door, sent) for sent in after])
+    assert all([await accepts(server, sent) for sent in after])
+    assert not any([await accepts(server, sent) for sent in after])
     for sent in before:
-        with pytest.raises(Forbidden, match="this is instance b2, not b"):
-            await door.handle(sent)
+        with pytest.raises(Forbidden, match="is for instance b, this is instance b2"):
+            await server.handle(sent)
     with pytest.raises(Unauthenticated):
-        await door.handle(request(9, to="b2"))
+        await server.handle(request(9, to="b2"))
     assert len(owner.got) == 5
 
 
-async def test_old_requests_stay_refused_when_many_have_come_since(
-    door: PeerServer, monkeypatch: pytest.MonkeyPatch
+async def test_old_requests_stay_refused_after_many_later_ones(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door_module, "_NUMBERS_KEPT", 100)
     for number in range(1, 1_000):
         if number != 500:
-            assert await accepts(door, request(number))
-    assert not any([await accepts(door, request(number)) for number in range(1, 1_000)]), "the missing one too"
-    assert await accepts(door, request(1_001))
-    assert await accepts(door, request(1_000))
+            assert await accepts(server, request(number))
+    assert not any([await accepts(server, request(number)) for number in range(1, 1_000)]), "the missing one too"
+    assert await accepts(server, request(1_001))
+    assert await accepts(server, request(1_000))
 
 
 async def test_a_request_may_be_as_late_as_stated_and_no_later(
-    door: PeerServer, monkeypatch: pytest.MonkeyPatch
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door_module, "_NUMBERS_KEPT", 100)
-    assert await accepts(door, request(1_000))
-    assert not await accepts(door, request(900))
-    assert await accepts(door, request(901))
-    assert await accepts(door, request(950))
-    assert not await accepts(door, request(950))
-    assert await accepts(door, request(1_001))
-    assert await accepts(door, request(902))
-    assert not await accepts(door, request(901))
+    assert await accepts(server, request(1_000))
+    assert not await accepts(server, request(900))
+    assert await accepts(server, request(901))
+    assert await accepts(server, request(950))
+    assert not await accepts(server, request(950))
+    assert await accepts(server, request(1_001))
+    assert await accepts(server, request(902))
+    assert not await accepts(server, request(901))
 
 
-async def test_numbers_far_apart_are_kept_in_little_memory(door: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_numbers_far_apart_are_kept_in_little_memory(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "_NUMBERS_KEPT", 100)
     for number in (*range(2, 5_000), *range(10_000, 12_000, 2), 2**60, *range(2**60 + 1, 2**60 + 500)):
-        assert await accepts(door, request(number))
-        assert len(door._numbers._senders["a"]._seen) <= 100
-    assert not door._numbers._senders["a"]._seen, "without gaps there is nothing to keep"
+        assert await accepts(server, request(number))
+        assert len(server._numbers._senders["a"]._seen) <= 100
+    assert not server._numbers._senders["a"]._seen, "without gaps there is nothing to keep"
 
 
 # --- many senders --------------------------------------------------------------------------------
 
 
-async def test_senders_are_told_apart(door: PeerServer) -> None:
-    assert await accepts(door, request(1, sender="a"))
-    assert await accepts(door, request(1, sender="c"))
-    assert not await accepts(door, request(1, sender="a"))
+async def test_senders_are_distinguished(server: PeerServer) -> None:
+    assert await accepts(server, request(1, sender="a"))
+    assert await accepts(server, request(1, sender="c"))
+    assert not await accepts(server, request(1, sender="a"))
 
 
-async def test_what_was_overheard_stays_refused_when_many_other_senders_have_come(door: PeerServer) -> None:
-    overheard = [request(number, sender="first") for number in (1, 2, 3)]
-    assert all([await accepts(door, sent) for sent in overheard])
+async def test_recorded_requests_stay_refused_after_requests_of_many_other_senders(server: PeerServer) -> None:
+    recorded = [request(number, sender="first") for number in (1, 2, 3)]
+    assert all([await accepts(server, sent) for sent in recorded])
     for other in range(1_500):
-        assert await accepts(door, request(1, sender=f"s{other}"))
-    assert not any([await accepts(door, sent) for sent in overheard])
-    assert await accepts(door, request(4, sender="first"))
-    assert not await accepts(door, request(4, sender="first"))
-    assert len(door._numbers._senders) <= 256
+        assert await accepts(server, request(1, sender=f"s{other}"))
+    assert not any([await accepts(server, sent) for sent in recorded])
+    assert await accepts(server, request(4, sender="first"))
+    assert not await accepts(server, request(4, sender="first"))
+    assert len(server._numbers._senders) <= 256
 
 
-async def test_the_sender_that_is_displaced_is_the_one_not_heard_from_for_longest(
-    door: PeerServer, monkeypatch: pytest.MonkeyPatch
+async def test_the_sender_without_requests_for_the_longest_time_is_removed(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door_module, "_SENDERS_MAX", 2)
     for sender in ("a", "c", "a"):
-        assert await accepts(door, request({"c": 5}.get(sender, 5 + len(door._numbers._senders)), sender=sender))
-    assert await accepts(door, request(1, sender="d"))  # displaces c
-    assert await accepts(door, request(3, sender="a")), "a late one"
-    assert not await accepts(door, request(3, sender="c")), "whoever was displaced may not be late"
+        assert await accepts(server, request({"c": 5}.get(sender, 5 + len(server._numbers._senders)), sender=sender))
+    assert await accepts(server, request(1, sender="d"))  # removes c
+    assert await accepts(server, request(3, sender="a")), "a late one"
+    assert not await accepts(server, request(3, sender="c")), "a late request of a removed sender is refused"
 
 
 async def test_a_displaced_sender_starts_anew_too_when_the_receiver_has_joined_again(
-    door: PeerServer, owner: Commands, monkeypatch: pytest.MonkeyPatch
+    server: PeerServer, owner: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door_module, "_SENDERS_MAX", 1)
     for number in range(1, 6):
-        assert await accepts(door, request(number, sender="a"))
-    assert await accepts(door, request(1, sender="c"))
+        assert await accepts(server, request(number, sender="a"))
+    assert await accepts(server, request(1, sender="c"))
     owner.peer = Peer("b2", "b:1", "another secret")
-    assert await accepts(door, request(1, sender="a", to="b2", secret="another secret"))
+    assert await accepts(server, request(1, sender="a", to="b2", secret="another secret"))
 
 
-async def test_memory_of_displaced_senders_is_bounded(door: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_of_displaced_senders_is_bounded(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "_SENDERS_MAX", 2)
     monkeypatch.setattr(door_module, "_SENDERS_RETIRED_MAX", 10)
     for other in range(100):
-        assert await accepts(door, request(1, sender=f"s{other}"))
-    assert len(door._numbers._retired) == 10
-    assert not any([await accepts(door, request(1, sender=f"s{other}")) for other in range(88, 100)])
+        assert await accepts(server, request(1, sender=f"s{other}"))
+    assert len(server._numbers._retired) == 10
+    assert not any([await accepts(server, request(1, sender=f"s{other}")) for other in range(88, 100)])
 
 
-# --- who is asked, and by whom -------------------------------------------------------------------
+# --- sender and receiver -------------------------------------------------------------------------
 
 
-async def test_nothing_is_looked_at_that_is_for_another_or_not_signed(door: PeerServer, owner: Commands) -> None:
+async def test_a_request_for_another_instance_or_without_a_signature_is_refused(
+    server: PeerServer, owner: Commands
+) -> None:
     with pytest.raises(Forbidden):
-        await door.handle(request(1, "t1", to="c"))
+        await server.handle(request(1, "t1", to="c"))
     for secret in ("", "the secret of another"):
         with pytest.raises(Unauthenticated):
-            await door.handle(request(1, "t1", secret=secret))
+            await server.handle(request(1, "t1", secret=secret))
     unsigned = Request("POST", COMMANDS_PATH, body=request(1, "t1").body)
     with pytest.raises(Unauthenticated):
-        await door.handle(unsigned)
+        await server.handle(unsigned)
     with pytest.raises(Unauthenticated):
-        await door.handle(Request("POST", STATUS_PATH, body=encode(StatusRequest("b", "a", 1))))
+        await server.handle(Request("POST", STATUS_PATH, body=encode(StatusRequest("b", "a", 1))))
     with pytest.raises(InvalidField):
-        await door.handle(Request("POST", COMMANDS_PATH, body=b"rubbish"))
+        await server.handle(Request("POST", COMMANDS_PATH, body=b"invalid"))
     assert owner.got == []
-    assert await accepts(door, request(1, "t1")), "a refused request uses up no number"
+    assert await accepts(server, request(1, "t1")), "a refused request uses up no number"
 
 
 async def test_refusals_are_logged_once_a_minute_for_each_kind(
-    door: PeerServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    server: PeerServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, now = asyncio.get_running_loop(), 1_000.0
     monkeypatch.setattr(loop, "time", lambda: now)
@@ -259,12 +262,12 @@ async def test_refusals_are_logged_once_a_minute_for_each_kind(
         for _ in range(3):
             for wrong in (request(1, to="c"), request(1, secret="?"), request(0)):
                 with pytest.raises(DuetimeError):
-                    await door.handle(wrong)
+                    await server.handle(wrong)
         return [record.getMessage() for record in caplog.records]
 
     lines = [
-        "refused a request from instance 'a' to instance 'c': this is instance b, not c",
-        "refused a request from instance 'a' to instance 'b': not signed with this instance's secret",
+        "refused a request from instance 'a' to instance 'c': the request is for instance c, this is instance b",
+        "refused a request from instance 'a' to instance 'b': the request is not signed with this instance's secret",
         "refused a request from instance 'a' to instance 'b': replayed request number",
     ]
     assert await refused() == lines
@@ -274,9 +277,11 @@ async def test_refusals_are_logged_once_a_minute_for_each_kind(
     assert await refused() == lines
 
 
-async def test_a_refusal_cannot_fill_the_log_or_forge_lines(door: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refusal_cannot_fill_the_log_or_forge_lines(
+    server: PeerServer, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(Forbidden):
-        await door.handle(request(1, sender="x\n" * 5_000, to="y" * 5_000))
+        await server.handle(request(1, sender="x\n" * 5_000, to="y" * 5_000))
     [record] = caplog.records
     assert "\n" not in record.getMessage()
     assert len(record.getMessage()) < 500
@@ -285,21 +290,23 @@ async def test_a_refusal_cannot_fill_the_log_or_forge_lines(door: PeerServer, ca
 # --- the answers ---------------------------------------------------------------------------------
 
 
-async def test_replies_are_in_the_order_of_the_new_orders_and_then_of_those_asked_for_again(
-    door: PeerServer, owner: Commands
+async def test_replies_are_in_the_command_of_the_new_commands_and_then_of_those_asked_for_again(
+    server: PeerServer, owner: Commands
 ) -> None:
     owner.pending = {"t2": asyncio.get_running_loop().create_future()}
-    answered = replies(await door.handle(request(1, "t1", "t2", "t3", again=("t4", "t2"))))
+    answered = replies(await server.handle(request(1, "t1", "t2", "t3", again=("t4", "t2"))))
     done, reached = reply_of(Verdict.CANCELLED), reply_of(Verdict.ALREADY_REACHED)
     assert answered == [done, Reply(), done, reached, Reply()]
-    assert not owner.pending["t2"].cancelled(), "somebody else may wait for it too"
+    assert not owner.pending["t2"].cancelled(), "another caller may wait for it too"
 
 
-async def test_an_order_that_is_decided_soon_is_answered_in_the_same_request(door: PeerServer, owner: Commands) -> None:
+async def test_a_command_that_is_decided_soon_is_answered_in_the_same_request(
+    server: PeerServer, owner: Commands
+) -> None:
     loop = asyncio.get_running_loop()
     owner.pending = {"t1": loop.create_future(), "t2": loop.create_future()}
-    door.answer_within_s = 60
-    handling = asyncio.ensure_future(door.handle(request(1, "t1", "t2")))
+    server.answer_within_s = 60
+    handling = asyncio.ensure_future(server.handle(request(1, "t1", "t2")))
     await asyncio.sleep(0)
     owner.pending["t1"].set_result(Verdict.CANCELLED)
     await asyncio.sleep(0)
@@ -308,12 +315,12 @@ async def test_an_order_that_is_decided_soon_is_answered_in_the_same_request(doo
     assert replies(await handling) == [reply_of(Verdict.CANCELLED), reply_of(NotOwner("moved"))]
 
 
-async def test_an_order_that_fails_at_once_fails_alone(
-    door: PeerServer, owner: Commands, caplog: pytest.LogCaptureFixture
+async def test_a_command_that_fails_at_once_does_not_fail_the_others(
+    server: PeerServer, owner: Commands, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others of its request were taken: it must neither look refused as a whole, nor unknown as a whole."""
+    """The other commands of its request were started: the request must neither look refused nor unknown."""
     owner.errors = {"t2": NotOwner("moved"), "t3": ZeroDivisionError("a bug"), "t5": NotOwner("moved")}
-    first, second, third, fourth, fifth = replies(await door.handle(request(1, "t1", "t2", "t3", again=("t4", "t5"))))
+    first, second, third, fourth, fifth = replies(await server.handle(request(1, "t1", "t2", "t3", again=("t4", "t5"))))
     assert first == reply_of(Verdict.CANCELLED)
     assert second.error == fifth.error == "NotOwner"
     assert third.error == "OutcomeUnknown"
@@ -321,9 +328,9 @@ async def test_an_order_that_fails_at_once_fails_alone(
     assert "unexpected error" in caplog.text
 
 
-async def test_an_order_that_was_cancelled_is_unknown(door: PeerServer, owner: Commands) -> None:
+async def test_a_command_that_was_cancelled_is_unknown(server: PeerServer, owner: Commands) -> None:
     cancelled: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     cancelled.cancel()
     owner.pending = {"t1": cancelled}
-    [reply] = replies(await door.handle(request(1, "t1")))
+    [reply] = replies(await server.handle(request(1, "t1")))
     assert reply.error == "OutcomeUnknown"

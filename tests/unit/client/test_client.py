@@ -625,7 +625,7 @@ def test_a_forged_or_stale_callback_is_refused() -> None:
 
 
 def test_the_server_decodes_the_answers_of_a_receiver() -> None:
-    from duetime.domain.timer import read_answer
+    from duetime.domain.settle import read_answer
 
     assert read_answer(ok()) == (True, None, None)
     assert read_answer(retry()) == (False, None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import ssl
 import subprocess
@@ -34,6 +35,13 @@ TOKEN = "the-token"
 AT = "2027-01-01T09:00:00.000Z"
 
 
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+    writer.close()
+
+
 class Instance:
     """A server that accepts and records every request, and returns the map of its cluster."""
 
@@ -49,25 +57,37 @@ class Instance:
         # If there is an event: accept a request, set the event, and close the connection without a response.
         self.closes_connection: asyncio.Event | None = None
         self._server: HttpServer | None = None
+        self._tls_proxy: asyncio.Server | None = None
 
     async def start(self, port: int = 0) -> None:
         self._server = await serve_http(
             self._handle,
             "127.0.0.1",
-            port,
+            0 if self.tls else port,
             body_bytes_max=1 << 24,
             connections_max=200,
             idle_timeout_ms=60_000,
-            ssl=self.tls,
         )
         self.port = self._server.port
+        if self.tls:
+            self._tls_proxy = await asyncio.start_server(self._proxied, "127.0.0.1", port, ssl=self.tls)
+            self.port = self._tls_proxy.sockets[0].getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
         self.url = f"{'https' if self.tls else 'http'}://{self.address}"
 
     async def stop(self) -> None:
+        proxy, self._tls_proxy = self._tls_proxy, None
+        if proxy is not None:
+            proxy.close()
         server, self._server = self._server, None
         if server is not None:
             await server.close(0)
+
+    async def _proxied(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Duetime has no TLS of its own: a proxy in front of it has."""
+        assert self._server is not None
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", self._server.port)
+        await asyncio.gather(_copy(reader, to_server), _copy(from_server, writer))
 
     @property
     def ids(self) -> list[str]:

@@ -69,12 +69,12 @@ def test_case_25_an_instance_that_dies_again_and_again_takes_nothing_from_those_
 
 def test_a_namespace_read_long_ago_is_read_again_before_a_create_is_accepted() -> None:
     async def scenario(a: World, b: World, wires: Wires) -> None:
-        await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
-        await b.service.get_namespace("n")
+        await a.service.namespaces.create(NamespaceSpec(name="n", num_shards=16))
+        await b.service.namespaces.get("n")
         stuck = FaultyStore(b.store)
         b.engine.namespaces._store = stuck.as_store
         released = stuck.hold("namespaces")
-        await a.service.delete_namespace("n")
+        await a.service.namespaces.delete("n")
         spec = TimerSpec(namespace="n", timer_id=owned_by(b), delay_ms=1_000, callback_url=URL)
         creating = asyncio.ensure_future(b.service.create(spec))
         await asyncio.sleep(1)
@@ -88,7 +88,7 @@ def test_a_namespace_read_long_ago_is_read_again_before_a_create_is_accepted() -
 
 def test_a_deletion_whose_last_search_fails_deletes_nothing_and_fails() -> None:
     async def scenario(a: World, b: World, wires: Wires) -> None:
-        await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
+        await a.service.namespaces.create(NamespaceSpec(name="n", num_shards=16))
         looks = 0
 
         async def list_timers(query: Any, real: Any = a.store.list_timers) -> Any:
@@ -98,10 +98,10 @@ def test_a_deletion_whose_last_search_fails_deletes_nothing_and_fails() -> None:
                 raise StoreUnavailable("a blip")
             return await real(query)
 
-        a.service._store = _With(a.store, list_timers)
+        a.service.namespaces._store = _With(a.store, list_timers)
         with pytest.raises(StoreUnavailable):
-            await a.service.delete_namespace("n")
-        after = await a.service.get_namespace("n")
+            await a.service.namespaces.delete("n")
+        after = await a.service.namespaces.get("n")
         assert (after.deleted, after.deleting) == (False, False)
 
     of_two(scenario)
@@ -130,16 +130,16 @@ def test_a_command_in_flight_is_never_forgotten_and_large_ones_do_not_fill_the_m
             spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=60_000, callback_url=URL, payload=payload)
             return Forward(f"order-{number}", shard_id, version, CreateCommand(spec))
 
-        first = b.service.take(command(0, "1"))
+        first = b.service.forwarded.receive(command(0, "1"))
         for number in range(1, 120):
-            b.service.take(command(number, '"' + "x" * 250_000 + '"'))
-        assert b.service.taken("order-0") is first
+            b.service.forwarded.receive(command(number, '"' + "x" * 250_000 + '"'))
+        assert b.service.forwarded.answer_to("order-0") is first
         released.set()
         await first
         await asyncio.sleep(1)
         for number in range(1_000, 1_010):  # each new one lets a few old ones go
-            b.service.take(command(number, "2"))
-        assert b.service._taken_chars <= 17 * 1024 * 1024
+            b.service.forwarded.receive(command(number, "2"))
+        assert b.service.forwarded._remembered_chars <= 17 * 1024 * 1024
         await b.service.delete(TimerKey("default", timer_id))
 
     of_two(scenario)

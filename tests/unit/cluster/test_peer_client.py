@@ -1,4 +1,4 @@
-"""Orders to one peer, in virtual time over a scripted transport: what is sent when, and what each order is told."""
+"""Commands to one peer, in virtual time over a scripted transport: what is sent when, and what each one gets."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def ids(requests: list[CommandBatch]) -> list[tuple[list[str], list[str]]]:
     return [([forward.command_id for forward in commands.new], commands.again) for commands in requests]
 
 
-def told(script: Script, story: Callable[[PeerClient, Wire], Awaitable[None]]) -> None:
+def run(script: Script, scenario: Callable[[PeerClient, Wire], Awaitable[None]]) -> None:
     async def run(_: VirtualClock) -> None:
         wire = Wire(script)
-        await story(PeerClient(lambda: "a", wire), wire)
+        await scenario(PeerClient(lambda: "a", wire), wire)
 
     run_virtual(run)
 
@@ -108,7 +108,7 @@ async def done(commands: CommandBatch) -> Answer:
 
 
 def test_a_request_names_receiver_and_sender_and_is_numbered_for_each_receiver() -> None:
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         for name in ("t1", "t2"):
             await peers.forward(PEER, delete(name))
         await peers.forward(Peer("c", "c:1", "the secret"), delete("t3"))
@@ -116,14 +116,14 @@ def test_a_request_names_receiver_and_sender_and_is_numbered_for_each_receiver()
         assert [target.host for target in wire.targets] == ["b", "b", "c"]
         assert wire.timeouts_ms == [5_000] * 3
 
-    told(done, story)
+    run(done, scenario)
 
 
 def test_a_peer_that_is_asked_now_and_then_is_never_given_a_number_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many others there were in between, whose numbers are forgotten at last."""
     monkeypatch.setattr(peer_client, "_NUMBERED_MAX", 10)
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         for number in range(100):
             await peers.forward(Peer(f"p{number}", "p:1", "the secret"), delete("t"))
             if number % 5 == 0:
@@ -131,23 +131,23 @@ def test_a_peer_that_is_asked_now_and_then_is_never_given_a_number_twice(monkeyp
             assert len(peers._numbers) <= 10
         assert [commands.number for commands in wire.requests if commands.to == "b"] == list(range(1, 21))
 
-    told(done, story)
+    run(done, scenario)
 
 
-def test_each_order_gets_the_reply_in_its_place() -> None:
+def test_each_command_gets_the_reply_at_its_index() -> None:
     async def script(commands: CommandBatch) -> Answer:
         return answers(*(Reply(error="InvalidField", detail=forward.command_id) for forward in commands.new))
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         for name, task in [(f"t{n}", asked(peers, delete(f"t{n}"))) for n in range(10)]:
             with pytest.raises(InvalidField, match=f"^{name}$"):
                 await task
         assert len(wire.requests) == 1
 
-    told(script, story)
+    run(script, scenario)
 
 
-def test_new_orders_come_first_in_a_request_even_if_those_asked_for_again_waited_longer() -> None:
+def test_new_commands_come_first_in_a_request_even_if_those_asked_for_again_waited_longer() -> None:
     async def script(commands: CommandBatch) -> Answer:
         if commands.new[0].command_id == "old":
             await asyncio.sleep(0.01)
@@ -155,7 +155,7 @@ def test_new_orders_come_first_in_a_request_even_if_those_asked_for_again_waited
         replies = [Reply(error="InvalidField", detail=f"new {forward.command_id}") for forward in commands.new]
         return answers(*replies, *(Reply(error="InvalidField", detail=f"again {name}") for name in commands.again))
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         old = asked(peers, delete("old"))
         while not wire.requests:
             await asyncio.sleep(0)
@@ -167,7 +167,7 @@ def test_new_orders_come_first_in_a_request_even_if_those_asked_for_again_waited
             await old
         assert ids(wire.requests) == [(["old"], []), (["young"], ["old"])]
 
-    told(script, story)
+    run(script, scenario)
 
 
 def test_a_mixed_request_is_read_in_the_order_it_was_written() -> None:
@@ -182,7 +182,7 @@ def test_a_mixed_request_is_read_in_the_order_it_was_written() -> None:
         replies = [Reply(error="InvalidField", detail=f"new {forward.command_id}") for forward in commands.new]
         return answers(*replies, *(Reply(error="InvalidField", detail=f"again {name}") for name in commands.again))
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         first = []
         for number in range(4):
             first.append(asked(peers, delete(f"old{number}")))
@@ -197,70 +197,70 @@ def test_a_mixed_request_is_read_in_the_order_it_was_written() -> None:
                 await task
         assert any(commands.new and commands.again for commands in wire.requests)
 
-    told(script, story)
+    run(script, scenario)
 
 
 # --- limits --------------------------------------------------------------------------------------
 
 
-def test_at_most_four_requests_are_under_way_and_each_has_at_most_256_orders() -> None:
+def test_at_most_four_requests_run_at_a_time_and_each_has_at_most_256_commands() -> None:
     async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(0.1)
         return await done(commands)
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         await asyncio.gather(*(peers.forward(PEER, delete(f"t{number}")) for number in range(3_000)))
         assert wire.most_under_way == 4
         assert max(len(commands.new) for commands in wire.requests) == 256
         assert sum(len(commands.new) for commands in wire.requests) == 3_000
 
-    told(script, story)
+    run(script, scenario)
 
 
 def test_large_payloads_are_spread_over_requests() -> None:
     payload = "x" * (512 * 1024)
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         large = [create(f"t{number}", payload) for number in range(8)]
         patch = [Forward("p", 0, 1, UpdateCommand(TimerKey("n", "p"), TimerPatch(payload=payload)))]
         await asyncio.gather(*(peers.forward(PEER, forward) for forward in large + patch))
         assert [len(commands.new) for commands in wire.requests] == [4, 4, 1]
 
-    told(done, story)
+    run(done, scenario)
 
 
-def test_payloads_that_were_sent_do_not_count_when_their_orders_are_asked_for_again() -> None:
+def test_payloads_that_were_sent_do_not_count_when_their_commands_are_asked_for_again() -> None:
     async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(0.01)
         return answers(*[UNDECIDED] * len(commands.new), *[DONE] * len(commands.again))
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         payload = "x" * (512 * 1024)
         await asyncio.gather(*(peers.forward(PEER, create(f"t{number}", payload)) for number in range(16)))
         assert max(len(commands.again) for commands in wire.requests) > 4
 
-    told(script, story)
+    run(script, scenario)
 
 
-def test_more_than_twenty_thousand_waiting_orders_are_busy() -> None:
-    async def story(peers: PeerClient, wire: Wire) -> None:
+def test_more_than_twenty_thousand_waiting_commands_are_busy() -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         tasks = [asked(peers, delete(f"t{number}")) for number in range(20_001)]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results[-1:]] == [Busy]
         assert all(result is Verdict.CANCELLED for result in results[:-1])
 
-    told(done, story)
+    run(done, scenario)
 
 
 # --- when it takes long --------------------------------------------------------------------------
 
 
-def test_an_order_that_was_not_sent_within_two_seconds_goes_back_unsent() -> None:
+def test_a_command_that_was_not_sent_within_two_seconds_is_returned_unsent() -> None:
     async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(2.5)
         return await done(commands)
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         sent = []
         for number in range(4):
             sent.append(asked(peers, delete(f"t{number}")))
@@ -269,21 +269,21 @@ def test_an_order_that_was_not_sent_within_two_seconds_goes_back_unsent() -> Non
         waits = asked(peers, delete("old"))
         await asyncio.sleep(1)
         young = asked(peers, delete("young"))
-        with pytest.raises(NotOwner, match="the owner does not answer"):
+        with pytest.raises(NotOwner, match="could not be sent to the owner in time"):
             await waits
         assert await young is Verdict.CANCELLED
         assert [await task for task in sent] == [Verdict.CANCELLED] * 4
         assert [new for new, _ in ids(wire.requests)] == [["t0"], ["t1"], ["t2"], ["t3"], ["young"]]
 
-    told(script, story)
+    run(script, scenario)
 
 
-def test_nothing_is_sent_for_orders_that_have_all_gone_back() -> None:
+def test_nothing_is_sent_if_all_commands_were_returned() -> None:
     async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(2.5)
         return await done(commands)
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         for number in range(4):
             asked(peers, delete(f"t{number}"))
             await asyncio.sleep(0)
@@ -294,35 +294,35 @@ def test_nothing_is_sent_for_orders_that_have_all_gone_back() -> None:
         assert len(wire.requests) == 4
         assert await peers.forward(PEER, delete("later")) is Verdict.CANCELLED
 
-    told(script, story)
+    run(script, scenario)
 
 
-def test_an_order_that_was_taken_is_asked_for_until_it_is_decided_however_old_it_is() -> None:
+def test_a_command_that_was_received_is_asked_for_until_it_is_decided_however_old_it_is() -> None:
     async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(0.5)
         decided = asyncio.get_running_loop().time() > 12
         return answers(*[DONE if decided else UNDECIDED] * (len(commands.new) + len(commands.again)))
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         assert await peers.forward(PEER, delete("t1")) is Verdict.CANCELLED
         assert ids(wire.requests)[0] == (["t1"], [])
         assert set(map(str, ids(wire.requests)[1:])) == {"([], ['t1'])"}
 
-    told(script, story)
+    run(script, scenario)
 
 
-def test_an_order_that_is_not_decided_within_fifteen_seconds_is_unknown() -> None:
+def test_a_command_that_is_not_decided_within_fifteen_seconds_is_unknown() -> None:
     async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(0.5)
         return answers(*[UNDECIDED] * (len(commands.new) + len(commands.again)))
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         began = asyncio.get_running_loop().time()
-        with pytest.raises(OutcomeUnknown, match="not decided in time"):
+        with pytest.raises(OutcomeUnknown, match="did not decide in time"):
             await peers.forward(PEER, delete("t1"))
         assert 15 <= asyncio.get_running_loop().time() - began < 17
 
-    told(script, story)
+    run(script, scenario)
 
 
 # --- when a request fails ------------------------------------------------------------------------
@@ -373,8 +373,8 @@ FAILURES: list[tuple[Any, type[Exception]]] = [
 
 
 @pytest.mark.parametrize(("failure", "kind"), FAILURES, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_is_told_when_a_request_fails(failure: Any, kind: type[Exception]) -> None:
-    """A new order is unknown unless it is certain that it was not taken; one that was taken before is unknown."""
+def test_errors_of_failed_requests(failure: Any, kind: type[Exception]) -> None:
+    """A new command is unknown unless it certainly did not arrive; one that was received before is unknown."""
 
     async def script(commands: CommandBatch) -> Answer | None:
         await asyncio.sleep(0.01)
@@ -384,7 +384,7 @@ def test_what_is_told_when_a_request_fails(failure: Any, kind: type[Exception]) 
 
     wires: list[Wire] = []
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         wires.append(wire)
         taken = asked(peers, delete("taken"))
         await asyncio.sleep(0.0099)
@@ -394,10 +394,10 @@ def test_what_is_told_when_a_request_fails(failure: Any, kind: type[Exception]) 
         assert await outcome(asked(peers, delete("new"))) is kind
         assert len(wire.requests) == 3, "never repeated"
 
-    told(script, story)
+    run(script, scenario)
 
 
-def test_what_was_not_sent_yet_goes_back_when_a_request_fails_and_what_was_taken_does_not() -> None:
+def test_after_a_failed_request_unsent_commands_are_returned_and_received_ones_are_not() -> None:
     calls = 0
 
     async def script(commands: CommandBatch) -> Answer:
@@ -411,7 +411,7 @@ def test_what_was_not_sent_yet_goes_back_when_a_request_fails_and_what_was_taken
             raise HttpError("no answer", sent=True)
         return await done(commands)
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         tasks = []
         for name in ("taken", "t1", "t2", "t3"):
             tasks.append(asked(peers, delete(name)))
@@ -426,7 +426,7 @@ def test_what_was_not_sent_yet_goes_back_when_a_request_fails_and_what_was_taken
             assert await outcome(task) in (NotOwner, Verdict.CANCELLED)
         assert ["taken"] in [again for _, again in ids(wire.requests)]
 
-    told(script, story)
+    run(script, scenario)
 
 
 def test_a_failed_request_tells_those_that_wait_that_they_were_not_sent() -> None:
@@ -434,7 +434,7 @@ def test_a_failed_request_tells_those_that_wait_that_they_were_not_sent() -> Non
         await asyncio.sleep(1 if commands.new[0].command_id == "t0" else 1.5)
         raise HttpError("no answer", sent=True)
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         sent = []
         for number in range(4):
             sent.append(asked(peers, delete(f"t{number}")))
@@ -447,24 +447,24 @@ def test_a_failed_request_tells_those_that_wait_that_they_were_not_sent() -> Non
         assert [await outcome(task) for task in sent] == [OutcomeUnknown] * 4
         assert len(wire.requests) == 4
 
-    told(script, story)
+    run(script, scenario)
 
 
-def test_whoever_gives_up_waiting_does_not_keep_the_others_from_their_answers() -> None:
+def test_a_caller_that_stops_waiting_does_not_affect_the_answers_of_others() -> None:
     async def script(commands: CommandBatch) -> Answer:
         await asyncio.sleep(0.1)
         if commands.new:
             return answers(DONE, DONE, UNDECIDED)
         return answers(*[DONE] * len(commands.again))
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         first, second, third = (asked(peers, delete(name)) for name in ("t1", "t2", "t3"))
         await asyncio.sleep(0.05)
         first.cancel()
         assert await second is Verdict.CANCELLED
         assert await third is Verdict.CANCELLED
 
-    told(script, story)
+    run(script, scenario)
 
 
 def test_lines_of_many_peers_are_let_go_but_not_those_in_use() -> None:
@@ -475,17 +475,17 @@ def test_lines_of_many_peers_are_let_go_but_not_those_in_use() -> None:
             await release.wait()
         return await done(commands)
 
-    async def story(peers: PeerClient, wire: Wire) -> None:
+    async def scenario(peers: PeerClient, wire: Wire) -> None:
         slow = [asked(peers, delete("t"), Peer(f"slow{number}", "b:1", "the secret")) for number in range(3)]
         await asyncio.sleep(0.1)
         for number in range(300):
             await peers.forward(Peer(f"p{number}", "b:1", "the secret"), delete("t"))
-        assert len(peers._lines) <= 64
-        assert {f"slow{number}" for number in range(3)} <= set(peers._lines)
+        assert len(peers._queues) <= 64
+        assert {f"slow{number}" for number in range(3)} <= set(peers._queues)
         release.set()
         assert [await task for task in slow] == [Verdict.CANCELLED] * 3
 
-    told(script, story)
+    run(script, scenario)
 
 
 # --- the status ----------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ def test_lines_of_many_peers_are_let_go_but_not_those_in_use() -> None:
 
 @pytest.mark.parametrize("failure", [failure for failure, _ in FAILURES if failure not in (_a_bug, _unreadable)])
 def test_a_status_that_is_not_answered_is_unserved_with_the_reason(failure: Any) -> None:
-    async def story(_: VirtualClock) -> None:
+    async def scenario(_: VirtualClock) -> None:
         wire = Wire(failure)
         peers = PeerClient(lambda: "a", wire)
 
@@ -506,4 +506,4 @@ def test_a_status_that_is_not_answered_is_unserved_with_the_reason(failure: Any)
         with pytest.raises(Unserved, match=r"refused|another|replayed|allowed|closed|broke"):
             await peers.status(PEER)
 
-    run_virtual(story)
+    run_virtual(scenario)

@@ -1,4 +1,4 @@
-"""Instances speak to each other over real HTTP: signed, coalesced; an order is carried out once, or is unknown."""
+"""Requests between instances over real HTTP: signed, in batches; a command is carried out once, or is unknown."""
 
 from __future__ import annotations
 
@@ -51,18 +51,19 @@ STATUS = InstanceStatus(
 
 
 class Commands:
-    """The service of the other instance, as far as its door needs it. Orders about "slow" wait for `released`."""
+    """The service of the other instance, as the peer server uses it. Commands for "slow" wait for `released`."""
 
     def __init__(self) -> None:
         self.name = "b"
         self.secret = "the secret"
         self.port = 0
+        self.forwarded = self
         self.got: list[str] = []
         self.requests = 0
         self.released = asyncio.Event()
         self.answers: dict[str, asyncio.Future[CommandAnswer]] = {}
         self.break_off = False
-        self.said_instead: Response | None = None  # whatever was carried out
+        self.answer_instead: Response | None = None  # whatever was carried out
 
     def as_peer(self) -> Peer:
         return Peer(self.name, f"127.0.0.1:{self.port}", self.secret)
@@ -75,11 +76,11 @@ class Commands:
     def instance_status(self) -> InstanceStatus:
         return STATUS
 
-    def take(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
+    def receive(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
         answer = self.answers[forward.command_id] = asyncio.ensure_future(self._carry_out(forward))
         return answer
 
-    def taken(self, command_id: str) -> asyncio.Future[CommandAnswer]:
+    def answer_to(self, command_id: str) -> asyncio.Future[CommandAnswer]:
         return self.answers[command_id]
 
     async def _carry_out(self, forward: Forward) -> CommandAnswer:
@@ -111,7 +112,7 @@ async def owner() -> AsyncIterator[Commands]:
         if owner.break_off:
             for connection in list(server.connections):
                 cast(Any, connection)._transport.abort()
-        return owner.said_instead or response
+        return owner.answer_instead or response
 
     server = await listen(handle)
     owner.port = server.port
@@ -132,21 +133,21 @@ async def peers() -> AsyncIterator[PeerClient]:
 
 
 def create(timer_id: str) -> Forward:
-    return Forward(f"order-{timer_id}", 0, 1, CreateCommand(TimerSpec(namespace="n", timer_id=timer_id, delay_ms=1)))
+    return Forward(f"command-{timer_id}", 0, 1, CreateCommand(TimerSpec(namespace="n", timer_id=timer_id, delay_ms=1)))
 
 
 def delete(timer_id: str) -> Forward:
-    return Forward(f"order-{timer_id}", 0, 1, DeleteCommand(TimerKey("n", timer_id)))
+    return Forward(f"command-{timer_id}", 0, 1, DeleteCommand(TimerKey("n", timer_id)))
 
 
-async def test_an_order_is_carried_out_and_answered(owner: Commands, peers: PeerClient) -> None:
+async def test_a_command_is_carried_out_and_answered(owner: Commands, peers: PeerClient) -> None:
     answer = await peers.forward(owner.as_peer(), create("t1"))
     assert answer == Created(TimerView(make_timer("t1"), State.SCHEDULED), True)
     assert await peers.forward(owner.as_peer(), delete("t1")) is Verdict.CANCELLED
     assert owner.got == ["t1"]
 
 
-async def test_orders_given_together_travel_together(owner: Commands, peers: PeerClient) -> None:
+async def test_concurrent_commands_are_sent_in_one_request(owner: Commands, peers: PeerClient) -> None:
     names = [f"t{number}" for number in range(500)]
     answers = await asyncio.gather(*(peers.forward(owner.as_peer(), create(name)) for name in names))
     assert [cast(Created, answer).view.timer.timer_id for answer in answers] == names
@@ -154,7 +155,7 @@ async def test_orders_given_together_travel_together(owner: Commands, peers: Pee
     assert owner.requests == 2
 
 
-async def test_a_slow_order_does_not_hold_up_the_others_of_its_request(owner: Commands, peers: PeerClient) -> None:
+async def test_a_slow_command_does_not_delay_the_others_of_its_request(owner: Commands, peers: PeerClient) -> None:
     slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
     fast = await peers.forward(owner.as_peer(), create("t1"))
     assert isinstance(fast, Created)
@@ -174,18 +175,18 @@ async def test_the_owners_refusal_arrives_as_it_was(owner: Commands, peers: Peer
         await peers.forward(owner.as_peer(), delete("broken"))
 
 
-async def test_nobody_there_means_not_applied(owner: Commands, peers: PeerClient) -> None:
-    nobody = replace(owner.as_peer(), address="127.0.0.1:1")
+async def test_a_refused_connection_means_not_applied(owner: Commands, peers: PeerClient) -> None:
+    unreachable = replace(owner.as_peer(), address="127.0.0.1:1")
     with pytest.raises(NotOwner, match="refused"):
-        await peers.forward(nobody, create("t1"))
+        await peers.forward(unreachable, create("t1"))
     with pytest.raises(Unserved, match="refused"):
-        await peers.status(nobody)
+        await peers.status(unreachable)
 
 
 async def test_a_successor_on_the_same_address_refuses(owner: Commands, peers: PeerClient) -> None:
     before = owner.as_peer()
     owner.name = "c"
-    with pytest.raises(NotOwner, match="this is instance c, not b"):
+    with pytest.raises(NotOwner, match="is for instance b, this is instance c"):
         await peers.forward(before, create("t1"))
     with pytest.raises(Unserved, match="this is instance c"):
         await peers.status(before)
@@ -198,9 +199,7 @@ async def test_a_wrong_secret_is_refused(owner: Commands, peers: PeerClient) -> 
     assert owner.got == []
 
 
-async def test_an_answer_that_got_lost_leaves_the_order_unknown_and_is_not_repeated(
-    owner: Commands, peers: PeerClient
-) -> None:
+async def test_a_command_whose_answer_was_lost_is_unknown_and_not_repeated(owner: Commands, peers: PeerClient) -> None:
     await peers.forward(owner.as_peer(), create("t1"))  # the connection is kept, and breaks when it is used again
     owner.break_off = True
     with pytest.raises(OutcomeUnknown):
@@ -208,7 +207,7 @@ async def test_an_answer_that_got_lost_leaves_the_order_unknown_and_is_not_repea
     assert owner.got == ["t1", "t2"], "carried out once"
 
 
-async def test_a_request_that_was_overheard_cannot_be_sent_again(owner: Commands) -> None:
+async def test_a_recorded_request_cannot_be_sent_again(owner: Commands) -> None:
     http = HttpClient()
     body = encode(CommandBatch("b", "eve", 7, [create("t1")]))
     headers = {SIGNATURE: sign("the secret", body)}
@@ -240,7 +239,7 @@ async def test_the_status_is_what_the_other_says(owner: Commands, peers: PeerCli
         TimerView(make_timer(), State.SCHEDULED),
     ],
 )
-def test_every_kind_of_answer_survives_the_way(answer: CommandAnswer) -> None:
+def test_every_kind_of_answer_is_decoded_as_it_was_sent(answer: CommandAnswer) -> None:
     [reply] = decode_replies(encode(ReplyBatch([reply_of(answer)]))).replies
     assert read_reply(reply) == answer
 
@@ -256,7 +255,7 @@ def test_every_kind_of_answer_survives_the_way(answer: CommandAnswer) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_every_kind_of_error_survives_the_way(error: DuetimeError) -> None:
+def test_every_kind_of_error_is_decoded_as_it_was_sent(error: DuetimeError) -> None:
     [reply] = decode_replies(encode(ReplyBatch([reply_of(error)]))).replies
     with pytest.raises(type(error)) as caught:
         read_reply(reply)
@@ -269,8 +268,8 @@ def test_an_error_of_a_newer_version_is_unknown() -> None:
         read_reply(Reply(error="SomethingNew", detail="?"))
 
 
-async def test_a_refusal_by_somebody_in_between_leaves_the_order_unknown(peers: PeerClient) -> None:
-    """A proxy may say 503 after the instance behind it has carried the order out."""
+async def test_a_refusal_by_a_proxy_leaves_the_outcome_unknown(peers: PeerClient) -> None:
+    """A proxy may answer 503 after the instance behind it has carried out the command."""
 
     async def proxy(_: Request) -> Response:
         return Response(503, b"upstream is gone")
@@ -281,8 +280,8 @@ async def test_a_refusal_by_somebody_in_between_leaves_the_order_unknown(peers: 
     await server.close(1_000)
 
 
-async def test_what_was_not_sent_when_a_peer_falls_silent_goes_back(owner: Commands, peers: PeerClient) -> None:
-    """Five thousand orders for an instance whose connections break: those on their way are unknown, the rest is not."""
+async def test_commands_not_sent_when_a_peer_stops_answering_are_returned(owner: Commands, peers: PeerClient) -> None:
+    """Five thousand commands for an instance whose connections close: only those that were sent are unknown."""
     owner.break_off = True
     names = [f"t{number}" for number in range(2_000)]
     answers = await asyncio.gather(
@@ -291,10 +290,10 @@ async def test_what_was_not_sent_when_a_peer_falls_silent_goes_back(owner: Comma
     kinds = {type(answer) for answer in answers}
     assert kinds == {OutcomeUnknown, NotOwner}
     unknown = [name for name, answer in zip(names, answers, strict=True) if isinstance(answer, OutcomeUnknown)]
-    assert set(owner.got) <= set(unknown), "nothing that was carried out is said to be not applied"
+    assert set(owner.got) <= set(unknown), "no command that was carried out is answered as not applied"
 
 
-async def test_a_peer_that_was_not_spoken_to_for_long_takes_orders_as_ever(owner: Commands, peers: PeerClient) -> None:
+async def test_a_peer_that_got_no_requests_for_long_accepts_commands(owner: Commands, peers: PeerClient) -> None:
     await peers.forward(owner.as_peer(), create("t1"))
     for number in range(100):  # so many others that its line is let go
         with pytest.raises(NotOwner):
@@ -306,7 +305,9 @@ async def test_a_peer_that_was_not_spoken_to_for_long_takes_orders_as_ever(owner
 # --- joining again -------------------------------------------------------------------------------
 
 
-async def test_a_peer_that_joined_again_under_a_new_id_takes_orders_at_once(owner: Commands, peers: PeerClient) -> None:
+async def test_a_peer_that_joined_again_under_a_new_id_accepts_commands_at_once(
+    owner: Commands, peers: PeerClient
+) -> None:
     """After a freeze an instance has a new id and a new secret, and its peers number their requests from 1 again."""
     for number in range(50):
         await peers.forward(owner.as_peer(), create(f"t{number}"))
@@ -316,7 +317,7 @@ async def test_a_peer_that_joined_again_under_a_new_id_takes_orders_at_once(owne
     assert owner.got[-1] == "after"
 
 
-async def test_a_sender_that_joined_again_is_heard_and_so_is_its_next_id(owner: Commands) -> None:
+async def test_a_sender_that_joined_again_is_accepted_and_so_is_its_next_id(owner: Commands) -> None:
     name = "a"
     peers = PeerClient(lambda: name)
     for name in ("a", "a2", "a3"):
@@ -326,18 +327,20 @@ async def test_a_sender_that_joined_again_is_heard_and_so_is_its_next_id(owner: 
     assert owner.got == ["a 1", "a 2", "a2 1", "a2 2", "a3 1", "a3 2"]
 
 
-async def test_an_order_that_a_peer_took_before_it_joined_again_is_unknown(owner: Commands, peers: PeerClient) -> None:
+async def test_a_command_that_a_peer_received_before_it_joined_again_is_unknown(
+    owner: Commands, peers: PeerClient
+) -> None:
     """It is asked for under the id it was given to, and refused: it may have been carried out all the same."""
     slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
     while owner.requests < 2:
         await asyncio.sleep(0.001)
     owner.join_again("c")
-    with pytest.raises(OutcomeUnknown, match="this is instance c, not b"):
+    with pytest.raises(OutcomeUnknown, match="is for instance b, this is instance c"):
         await slow
     assert owner.got == ["slow"]
 
 
-async def test_an_order_is_unknown_if_a_copy_of_its_request_came_first(owner: Commands, peers: PeerClient) -> None:
+async def test_a_command_is_unknown_if_a_copy_of_its_request_came_first(owner: Commands, peers: PeerClient) -> None:
     """Whoever listens on the network may send a copy and hold the request back: it is then refused as a replay."""
     http = HttpClient()
     body = encode(CommandBatch("b", "a", 1, [create("t1")]))
@@ -353,7 +356,7 @@ async def test_an_order_is_unknown_if_a_copy_of_its_request_came_first(owner: Co
 
 
 @pytest.mark.parametrize(
-    "said",
+    "given",
     [
         Response(500, b"Internal Server Error"),
         Response(200, b"not what instances say"),
@@ -363,19 +366,19 @@ async def test_an_order_is_unknown_if_a_copy_of_its_request_came_first(owner: Co
     ],
     ids=["500", "unreadable", "empty", "too few replies", "too many replies"],
 )
-async def test_an_order_that_was_carried_out_is_unknown_whatever_is_said_of_it(
-    owner: Commands, peers: PeerClient, said: Response
+async def test_a_command_that_was_carried_out_is_unknown_after_an_unexpected_answer(
+    owner: Commands, peers: PeerClient, given: Response
 ) -> None:
-    owner.said_instead = said
+    owner.answer_instead = given
     with pytest.raises(OutcomeUnknown):
         await peers.forward(owner.as_peer(), create("t1"))
     assert owner.got == ["t1"]
 
 
-async def test_an_order_whose_kept_connection_breaks_is_unknown_though_nobody_listens_any_more(
+async def test_a_command_whose_reused_connection_closes_is_unknown_even_if_the_next_is_refused(
     peers: PeerClient,
 ) -> None:
-    """The first connection broke after the order was sent on it; that the second is refused proves nothing."""
+    """The first connection closed after the command was sent; that the second is refused does not matter."""
 
     async def one_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
         await server.read_request(reader)
@@ -393,7 +396,7 @@ async def test_an_order_whose_kept_connection_breaks_is_unknown_though_nobody_li
     assert (len(server.requests), server.connections) == (2, 1)
 
 
-async def test_an_order_whose_kept_connection_breaks_is_not_sent_on_another(peers: PeerClient) -> None:
+async def test_a_command_whose_reused_connection_closes_is_not_sent_on_another(peers: PeerClient) -> None:
     async def one_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
         await server.read_request(reader)
         writer.write(ok(encode(ReplyBatch([reply_of(Verdict.CANCELLED)]))))
@@ -402,7 +405,7 @@ async def test_an_order_whose_kept_connection_breaks_is_not_sent_on_another(peer
     async with serving(one_answer) as server:
         peer = Peer("b", f"127.0.0.1:{server.port}", "the secret")
         await peers.forward(peer, delete("t1"))
-        with pytest.raises(OutcomeUnknown, match="broke before the answer"):
+        with pytest.raises(OutcomeUnknown, match="closed before the answer"):
             await peers.forward(peer, delete("t2"))
     assert (len(server.requests), server.connections) == (2, 2)
 
@@ -411,7 +414,7 @@ def ok(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
-async def test_closing_breaks_off_what_is_under_way_and_sends_nothing_more(owner: Commands, peers: PeerClient) -> None:
+async def test_closing_aborts_running_calls_and_sends_nothing_more(owner: Commands, peers: PeerClient) -> None:
     slow = asyncio.ensure_future(peers.forward(owner.as_peer(), create("slow")))
     while not owner.requests:
         await asyncio.sleep(0.001)
@@ -431,7 +434,7 @@ async def test_an_address_that_is_none_means_not_sent(peers: PeerClient) -> None
         await peers.status(wrong)
 
 
-# --- what the operator is told -------------------------------------------------------------------
+# --- log lines -----------------------------------------------------------------------------------
 
 
 async def test_a_refused_request_is_logged_on_both_sides_with_both_ids_and_not_again_and_again(
@@ -444,9 +447,9 @@ async def test_a_refused_request_is_logged_on_both_sides_with_both_ids_and_not_a
             await peers.forward(peer, create(f"t{number}"))
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warned == [
-        "refused a request from instance 'a' to instance 'b': not signed with this instance's secret",
+        "refused a request from instance 'a' to instance 'b': the request is not signed with this instance's secret",
         f"requests of this instance (a) to instance b at 127.0.0.1:{owner.port} fail: "
-        "HTTP 401: not signed with this instance's secret",
+        "HTTP 401: the request is not signed with this instance's secret",
     ]
     caplog.clear()
     owner.secret = peer.secret
@@ -454,7 +457,7 @@ async def test_a_refused_request_is_logged_on_both_sides_with_both_ids_and_not_a
         await peers.forward(owner.as_peer(), create("t9"))
         await peers.forward(owner.as_peer(), create("t10"))
     assert [record.getMessage() for record in caplog.records] == [
-        f"instance b at 127.0.0.1:{owner.port} answers requests again"
+        f"instance b at 127.0.0.1:{owner.port} accepts requests again"
     ]
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from duetime.clock import SystemClock
 from duetime.config import load_config
-from duetime.deliveries.egress import LOOPBACK, Refused, Resolver, literal_address, parse_networks, refusal
+from duetime.deliveries.egress import LOOPBACK, Resolver, literal_address, parse_networks, refusal
 from duetime.deliveries.webhook import Webhook
+from duetime.errors import AddressRefused
 from duetime.http.client import HttpClient, HttpError
 from duetime.testing.virtual import VirtualClock, run_virtual
 
@@ -59,7 +60,7 @@ async def test_a_hostile_host_is_refused_again_when_it_is_resolved(entry: str) -
         assert host.lower().removesuffix(".").endswith("localhost"), "only names are looked up"
         return ["::1", "127.0.0.1"]
 
-    with pytest.raises(Refused):
+    with pytest.raises(AddressRefused):
         await Resolver(lookup=lookup)(entry, 80)
 
 
@@ -99,7 +100,7 @@ def test_a_network_that_is_none_is_named(text: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["example.com", "1.2.3.4.5", "a1", "0xg", "256.0.0.1", "1.2.3.4x", "xn--bcher-kva.de"])
-def test_names_are_not_taken_for_addresses(host: str) -> None:
+def test_names_are_not_mistaken_for_addresses(host: str) -> None:
     assert literal_address(host) is None
 
 
@@ -129,7 +130,9 @@ NO_SUCH_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 async def test_one_refused_address_refuses_the_name() -> None:
     resolver = Resolver(lookup=Names(["8.8.8.8", "10.0.0.1"]))
-    with pytest.raises(Refused, match=r"mixed\.example is 10\.0\.0\.1, a private address, which delivery\.allow_netw"):
+    with pytest.raises(
+        AddressRefused, match=r"mixed\.example is 10\.0\.0\.1, a private address, which delivery\.allow"
+    ):
         await resolver("mixed.example", 443)
 
 
@@ -224,7 +227,7 @@ async def test_the_cache_is_bounded() -> None:
 def test_answers_age_by_the_defaults() -> None:
     """Used as they are for 30 s, then once more while a lookup runs beside, after 300 s not at all."""
 
-    async def story(_: VirtualClock) -> None:
+    async def scenario(_: VirtualClock) -> None:
         names = Names(["8.8.8.8"], ["8.8.4.4"], ["1.1.1.1"])
         resolver = Resolver(lookup=names)
         assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
@@ -247,11 +250,11 @@ def test_answers_age_by_the_defaults() -> None:
         assert tuple(await waiting) == ("1.1.1.1",)
         assert names.asked == 3
 
-    run_virtual(story)
+    run_virtual(scenario)
 
 
 def test_a_name_that_failed_or_was_refused_is_asked_for_again_later() -> None:
-    async def story(_: VirtualClock) -> None:
+    async def scenario(_: VirtualClock) -> None:
         names = Names(NO_SUCH_NAME, ["8.8.8.8"])
         resolver = Resolver(lookup=names)
         for pause_s, asked in ((0, 1), (1.9995, 1)):
@@ -266,16 +269,16 @@ def test_a_name_that_failed_or_was_refused_is_asked_for_again_later() -> None:
         resolver = Resolver(lookup=names)
         for pause_s in (0, 30.0005):
             await asyncio.sleep(pause_s)
-            with pytest.raises(Refused):
+            with pytest.raises(AddressRefused):
                 await resolver("a.example", 80)
         await settled(resolver)
         assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
 
-    run_virtual(story)
+    run_virtual(scenario)
 
 
 def test_what_was_known_outlives_a_failing_dns_for_300_seconds_and_no_longer() -> None:
-    async def story(_: VirtualClock) -> None:
+    async def scenario(_: VirtualClock) -> None:
         names = Names(["8.8.8.8"], NO_SUCH_NAME)
         resolver = Resolver(lookup=names)
         await resolver("a.example", 80)
@@ -288,7 +291,7 @@ def test_what_was_known_outlives_a_failing_dns_for_300_seconds_and_no_longer() -
                 await resolver("a.example", 80)
         assert names.asked == 3  # the failure was remembered
 
-    run_virtual(story)
+    run_virtual(scenario)
 
 
 async def test_a_refusal_replaces_what_was_known_at_once() -> None:
@@ -296,14 +299,14 @@ async def test_a_refusal_replaces_what_was_known_at_once() -> None:
     await resolver("a.example", 80)
     await resolver("a.example", 80)
     await settled(resolver)
-    with pytest.raises(Refused):
+    with pytest.raises(AddressRefused):
         await resolver("a.example", 80)
 
 
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ([], "it has no address"),
+        ([], "the name has no address"),
         (OSError("the line is cut"), "the line is cut"),
         (socket.gaierror(socket.EAI_AGAIN, "Try again"), "^\\[Errno -2\\] Try again$"),
     ],
@@ -360,7 +363,7 @@ async def test_case_16_dns_rebinding_never_gets_a_private_connect() -> None:
         await client.request("POST", f"http://rebinding.example:{port}/", timeout_ms=2_000)
     await settled(resolver)
     for _ in range(3):
-        with pytest.raises(Refused, match=r"127\.0\.0\.1, a loopback address"):
+        with pytest.raises(AddressRefused, match=r"127\.0\.0\.1, a loopback address"):
             await client.request("POST", f"http://rebinding.example:{port}/", timeout_ms=2_000)
     await client.close()
     await resolver.close()

@@ -55,12 +55,12 @@ def test_while_secrets_are_rotated_either_verifies(secrets: list[str]) -> None:
         (headers(delivery_id="msg_2"), "matches"),
         (headers(timestamp="1700000001"), "matches"),
         (headers(timestamp="01700000000"), "matches"),
-        (headers(timestamp="yesterday"), "not a number"),
-        (headers(timestamp="-1"), "not a number"),
-        (headers(timestamp="9" * 5000), "not a number"),
-        (headers(timestamp="9" * 13), "not a number"),
+        (headers(timestamp="yesterday"), "must be a number"),
+        (headers(timestamp="-1"), "must be a number"),
+        (headers(timestamp="9" * 5000), "must be a number"),
+        (headers(timestamp="9" * 13), "must be a number"),
         (headers(timestamp="9" * 12), "in the future"),
-        (headers(timestamp="１７００００００００"), "not a number"),
+        (headers(timestamp="１７００００００００"), "must be a number"),
         (headers(""), "webhook-signature is missing"),
         ({}, "webhook-id is missing"),
     ],
@@ -92,28 +92,3 @@ def test_a_callback_may_be_five_minutes_old_or_early(off_s: int, good: bool) -> 
 def test_new_secrets_differ_and_are_good() -> None:
     assert len({new_secret() for _ in range(10)}) == 10
     assert len(check_secret(new_secret())) == 32
-
-
-@pytest.mark.parametrize(
-    ("secret", "problem"),
-    [
-        ("", "must start with"),
-        ("plain", "must start with"),
-        ("WHSEC_" + "A" * 32, "must start with"),
-        ("whsec_", "it holds 0"),
-        ("whsec_" + b64encode(bytes(23)).decode(), "it holds 23"),
-        ("whsec_" + b64encode(bytes(65)).decode(), "it holds 65"),
-        ("whsec_!!!!", "must be base64 after"),
-        ("whsec_é", "must be base64 after"),
-        ("whsec_" + "A" * 33, "must be base64 after"),
-    ],
-)
-def test_a_bad_secret_is_refused_without_showing_it(secret: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem) as caught:
-        check_secret(secret)
-    assert secret.removeprefix("whsec_") not in str(caught.value) or len(secret) <= 6
-
-
-@pytest.mark.parametrize("size", [24, 64])
-def test_the_bounds_of_a_secret_are_good(size: int) -> None:
-    assert check_secret("whsec_" + b64encode(bytes(size)).decode()) == bytes(size)

@@ -13,17 +13,8 @@ from msgspec.structs import replace
 
 from duetime.clock import SystemClock
 from duetime.delivery import Attempt
-from duetime.domain.timer import (
-    AttemptResult,
-    Contact,
-    RetryPolicy,
-    State,
-    TimerFilter,
-    TimerKey,
-    TimerPatch,
-    Verdict,
-    shard_of,
-)
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import RetryPolicy, State, TimerFilter, TimerKey, TimerPatch, Verdict, shard_of
 from duetime.engine.shard import end_of
 from duetime.errors import ShardLost
 from duetime.store import Batch, Claim, Committed, Listing, ListQuery, Member, Page, PageRequest

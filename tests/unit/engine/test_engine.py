@@ -10,9 +10,8 @@ import pytest
 from engine_world import OK, URL, World, check_accounts, check_nothing_is_left, in_world
 
 from duetime.delivery import Attempt
+from duetime.domain.settle import AttemptResult, Contact
 from duetime.domain.timer import (
-    AttemptResult,
-    Contact,
     Missed,
     Outcome,
     RetryPolicy,

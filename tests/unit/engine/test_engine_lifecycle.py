@@ -24,7 +24,8 @@ from hooked_store import (
 from msgspec.structs import replace
 
 from duetime.delivery import Attempt
-from duetime.domain.timer import AttemptResult, NamespaceSpec, TimerKey, TimerSpec, shard_of
+from duetime.domain.settle import AttemptResult
+from duetime.domain.timer import NamespaceSpec, TimerKey, TimerSpec, shard_of
 from duetime.engine.engine import Engine
 from duetime.engine.shard import Shard
 from duetime.errors import NotReady, OutcomeUnknown, StoreError, StoreUnavailable
@@ -350,7 +351,7 @@ def test_on_an_exclusive_store_an_instance_is_ready_when_all_shards_are_claimed(
     async def scenario(world: World, store: HookedStore) -> None:
         assert world.engine.readiness() is None
         store.fail("claim", Fault.UNAVAILABLE)
-        await world.service.create_namespace(NamespaceSpec(name="wider", num_shards=4))
+        await world.service.namespaces.create(NamespaceSpec(name="wider", num_shards=4))
         assert world.engine.readiness() == "3 shards are not claimed yet"
         await asyncio.sleep(3)
         assert world.engine.readiness() is None
@@ -693,7 +694,7 @@ def test_a_read_during_which_the_timer_was_written_is_made_again() -> None:
 
         await asyncio.sleep(2)
         store.after["get_many"].append(meanwhile)
-        found = await world.service._owner._find(world.engine.shards[0], A)
+        found = await world.service._commands._find(world.engine.shards[0], A)
         assert found.timer is not None
         assert found.timer.payload == "2"
 

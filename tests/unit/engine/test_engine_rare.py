@@ -10,17 +10,8 @@ import pytest
 from engine_world import OK, URL, World, check_accounts, check_nothing_is_left
 
 from duetime.delivery import Attempt
-from duetime.domain.timer import (
-    AttemptResult,
-    Contact,
-    Missed,
-    RetryPolicy,
-    State,
-    TimerKey,
-    TimerPatch,
-    TimerSpec,
-    Verdict,
-)
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import Missed, RetryPolicy, State, TimerKey, TimerPatch, TimerSpec, Verdict
 from duetime.errors import DuetimeError, OutcomeUnknown, StoreUnavailable
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore

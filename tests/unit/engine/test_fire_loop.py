@@ -13,7 +13,8 @@ from engine_world import OK, URL, check_shard
 from duetime.cluster.membership import Membership
 from duetime.config import load_config
 from duetime.delivery import Attempt, Deliverer
-from duetime.domain.timer import AttemptResult, Contact, Extras, Missed, Namespace, TimerKey
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import Extras, Missed, Namespace, TimerKey
 from duetime.engine.counters import Counters
 from duetime.engine.fire_loop import FireLoop
 from duetime.engine.namespaces import Namespaces

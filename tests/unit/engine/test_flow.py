@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from duetime.config import load_config
-from duetime.domain.timer import AttemptResult, Contact
+from duetime.domain.settle import AttemptResult, Contact
 from duetime.engine import flow as flow_module
 from duetime.engine.flow import Destination, Flow
 from duetime.testing.virtual import VirtualClock, run_virtual

@@ -12,18 +12,8 @@ from msgspec.structs import replace
 
 from duetime.cluster.forwarding import CreateCommand, FireNowCommand, Forward, ReplayCommand, UpdateCommand
 from duetime.delivery import Attempt
-from duetime.domain.timer import (
-    AttemptResult,
-    Contact,
-    Namespace,
-    NamespaceSpec,
-    State,
-    TimerKey,
-    TimerPatch,
-    TimerSpec,
-    Verdict,
-    shard_of,
-)
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import Namespace, NamespaceSpec, State, TimerKey, TimerPatch, TimerSpec, Verdict, shard_of
 from duetime.errors import Conflict, DuetimeError, NotFound, OutcomeUnknown, StoreUnavailable, Unserved
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
@@ -57,7 +47,7 @@ def on_faulty(
 
 async def make_shop(world: World) -> Namespace:
     spec = NamespaceSpec(name="shop", num_shards=1, signing_secrets=(SECRET,), callback_url=URL)
-    return await world.service.create_namespace(spec)
+    return await world.service.namespaces.create(spec)
 
 
 async def create(world: World, delay_ms: int = 60_000, timer_id: str = "a") -> Any:
@@ -210,7 +200,7 @@ def test_a_create_whose_commit_outlasts_the_deletion_of_its_namespace_is_not_ack
         commit = store.hold("commit")
         creating = asyncio.ensure_future(create(world))
         await asyncio.sleep(0.1)
-        await world.service.delete_namespace("shop")
+        await world.service.namespaces.delete("shop")
         commit.set()
         with pytest.raises(NotFound) as caught:
             await creating
@@ -228,7 +218,7 @@ def test_a_create_that_was_acknowledged_before_keeps_its_namespace(
     async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         listing = store.hold("list_timers")
-        deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
+        deleting = asyncio.ensure_future(world.service.namespaces.delete("shop"))
         await asyncio.sleep(0.1)
         await create(world, 10_000)
         listing.set()
@@ -265,7 +255,7 @@ def test_an_instance_that_has_not_seen_the_deletion_acknowledges_no_create_after
 def test_a_create_in_a_namespace_that_is_cached_as_deleted_is_refused_until_it_is_created_again() -> None:
     async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
-        await world.service.delete_namespace("shop")
+        await world.service.namespaces.delete("shop")
         with pytest.raises(NotFound):
             await create(world)
         assert (await store.get_many([(0, KEY)]))[0].timer is None
@@ -306,7 +296,7 @@ def test_a_forwarded_write_is_not_carried_out_in_a_deleted_namespace(kind: str) 
         }[kind]
         commits = store.calls["commit"]
         with pytest.raises(NotFound) as caught:
-            await world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, command))  # type: ignore[arg-type]
+            await world.service.forwarded.receive(Forward("1", 0, world.engine.shards[0].fence.version, command))  # type: ignore[arg-type]
         assert caught.value.code == "namespace_not_found"
         assert (await store.get_many([(0, KEY)]))[0] == before
         assert store.calls["commit"] == commits, "not even for a moment, in which it might fire"
@@ -326,7 +316,7 @@ def test_a_forwarded_write_whose_commit_outlasts_the_deletion_is_not_acknowledge
             "replay": ReplayCommand(KEY),
         }[kind]
         commit = store.hold("commit")
-        answer = world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, command))  # type: ignore[arg-type]
+        answer = world.service.forwarded.receive(Forward("1", 0, world.engine.shards[0].fence.version, command))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
         await store.put_namespace(replace(shop, deleted=True, revision=1), 0)
         await asyncio.sleep(5)
@@ -352,7 +342,7 @@ def test_a_write_over_a_timer_that_was_there_before_never_removes_it(kind: str) 
             "fireNow": FireNowCommand(KEY),
         }[kind]
         commit = store.hold("commit")
-        answer = world.service.take(Forward("1", 0, world.engine.shards[0].fence.version, command))  # type: ignore[arg-type]
+        answer = world.service.forwarded.receive(Forward("1", 0, world.engine.shards[0].fence.version, command))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
         await store.put_namespace(replace(shop, deleted=True, revision=1), 0)
         await asyncio.sleep(5)
@@ -393,13 +383,13 @@ def test_a_deletion_that_is_refused_leaves_the_namespace_as_it_was() -> None:
     async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         listing = store.hold("list_timers")
-        deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
+        deleting = asyncio.ensure_future(world.service.namespaces.delete("shop"))
         await asyncio.sleep(0.1)
         await create(world)
         listing.set()
         with pytest.raises(Conflict):
             await deleting
-        after = await world.service.get_namespace("shop")
+        after = await world.service.namespaces.get("shop")
         assert (after.deleting, after.deleted) == (False, False)
         await create(world, 60_000, "b")
 
@@ -409,7 +399,7 @@ def test_a_deletion_that_is_refused_leaves_the_namespace_as_it_was() -> None:
 def test_no_create_is_accepted_from_the_moment_a_deletion_has_searched_for_timers() -> None:
     async def scenario(world: World, store: FaultyStore) -> None:
         shop = await make_shop(world)
-        deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
+        deleting = asyncio.ensure_future(world.service.namespaces.delete("shop"))
         for _ in range(3):
             await asyncio.sleep(1)
             with pytest.raises(Unserved):
@@ -426,7 +416,7 @@ def test_a_deletion_mark_that_cannot_be_removed_does_not_change_the_answer() -> 
     async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
         marking = store.hold("put_namespace")  # the first search for timers has found nothing
-        deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
+        deleting = asyncio.ensure_future(world.service.namespaces.delete("shop"))
         await asyncio.sleep(0.1)
         await create(world)
         marking.set()
@@ -442,7 +432,7 @@ def test_a_deletion_mark_that_cannot_be_removed_does_not_change_the_answer() -> 
 def test_a_deletion_that_cannot_search_for_timers_fails_and_deletes_nothing() -> None:
     async def scenario(world: World, store: FaultyStore) -> None:
         await make_shop(world)
-        deleting = asyncio.ensure_future(world.service.delete_namespace("shop"))
+        deleting = asyncio.ensure_future(world.service.namespaces.delete("shop"))
         await asyncio.sleep(0.1)
         store.fail("list_timers", Fault.UNAVAILABLE)
         with pytest.raises(StoreUnavailable):
@@ -531,8 +521,8 @@ def test_a_read_that_began_before_a_write_does_not_undo_it() -> None:
         store._store.namespaces = late  # type: ignore[method-assign]
         reading = asyncio.ensure_future(world.engine.namespaces.refresh())
         await asyncio.sleep(0)
-        changed = await world.service.update_namespace(NamespaceSpec(name="shop", callback_url="http://new.test/"))
-        made = await world.service._namespaces._put(Namespace(name="other", num_shards=1, created_at_ms=0), None)
+        changed = await world.service.namespaces.update(NamespaceSpec(name="shop", callback_url="http://new.test/"))
+        made = await world.engine.namespaces._put(Namespace(name="other", num_shards=1, created_at_ms=0), None)
         gate.set()
         await reading
         assert world.engine.namespaces.known("shop") == changed
@@ -576,7 +566,7 @@ def test_a_namespace_with_a_row_that_cannot_be_decoded_is_not_empty() -> None:
         assert isinstance(world.store, MemoryStore)
         world.store.spoil_timer(shard_of("a", 1), KEY)
         with pytest.raises(DuetimeError) as caught:
-            await world.service.delete_namespace("shop")
+            await world.service.namespaces.delete("shop")
         assert caught.value.code == "namespace_in_use"
 
     in_world(scenario, namespaces__default_num_shards=1)

@@ -22,7 +22,8 @@ from msgspec.structs import replace
 from duetime.cluster.placement import owners
 from duetime.config import Duration
 from duetime.delivery import Attempt
-from duetime.domain.timer import AttemptResult, TimerKey, TimerSpec, shard_of
+from duetime.domain.settle import AttemptResult
+from duetime.domain.timer import TimerKey, TimerSpec, shard_of
 from duetime.errors import NotOwner, OutcomeUnknown
 from duetime.store import Claim, ShardRow
 from duetime.testing.faulty import Fault

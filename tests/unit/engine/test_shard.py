@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from engine_world import check_shard
 
-from duetime.domain.timer import BEFORE_ALL, Extras, Position, Settlement, Timer, TimerKey
+from duetime.domain.settle import Settlement
+from duetime.domain.timer import BEFORE_ALL, Extras, Position, Timer, TimerKey
 from duetime.engine.counters import Counters
 from duetime.engine.pending_write import PendingWrite, WriteResult
 from duetime.engine.shard import UNKNOWN, Entry, Phase, Shard, ShardState, end_of

@@ -215,7 +215,7 @@ def test_due_timers_of_a_namespace_that_cannot_be_decoded_leave_memory_for_the_o
         store = MemoryStore(clock)
         world = World(clock, store, engine__timers_in_memory_max=1_000, namespaces__default_num_shards=4)
         await world.start()
-        await world.service.create_namespace(NamespaceSpec(name="bad", num_shards=4))
+        await world.service.namespaces.create(NamespaceSpec(name="bad", num_shards=4))
         bad = [TimerSpec(namespace="bad", timer_id=f"b{n}", delay_ms=100_000, callback_url=URL) for n in range(1_500)]
         for first in range(0, len(bad), 500):
             await world.service.create_many(bad[first : first + 500])

@@ -72,7 +72,7 @@ async def test_calls_one_after_another_share_a_connection(client: HttpClient) ->
         assert server.connections == 8
 
 
-async def test_connections_to_one_origin_stay_below_the_cap_and_every_caller_gets_a_turn() -> None:
+async def test_connections_to_one_origin_stay_below_the_limit_and_every_call_gets_one() -> None:
     client = HttpClient(connections_per_origin_max=2)
     async with answering(OK) as server:
         answers = await asyncio.gather(*(post(client, server) for _ in range(50)))
@@ -94,7 +94,7 @@ async def test_waiting_for_a_free_connection_ends_at_the_deadline_and_nothing_is
             await first
 
 
-async def test_a_cancelled_call_hands_its_place_to_the_next_in_line() -> None:
+async def test_the_next_waiting_call_replaces_a_cancelled_one() -> None:
     client = HttpClient(connections_per_origin_max=1)
     asked = asyncio.Event()
 
@@ -116,7 +116,7 @@ async def test_a_cancelled_call_hands_its_place_to_the_next_in_line() -> None:
         await client.close()
 
 
-async def test_a_connection_given_to_a_call_that_was_just_cancelled_goes_to_the_next_in_line() -> None:
+async def test_a_connection_given_to_a_call_that_was_just_cancelled_is_passed_to_the_next_one() -> None:
     client = HttpClient(connections_per_origin_max=1)
     release = client._release
 
@@ -173,7 +173,7 @@ async def test_beyond_the_limit_idle_connections_of_other_origins_make_room() ->
 # --- begin ---------------------------------------------------------------------------------------
 
 
-async def test_begin_runs_when_a_connection_is_at_hand_and_may_decline(client: HttpClient) -> None:
+async def test_begin_runs_when_there_is_a_connection_and_may_decline(client: HttpClient) -> None:
     async with answering(OK) as server:
         target = parse_target(server.url)
         assert await client.send(target, lambda: None, timeout_ms=1_000) is None
@@ -424,7 +424,7 @@ async def test_a_cancelled_call_closes_its_connection(client: HttpClient) -> Non
         await asyncio.wait_for(closed.wait(), 5)
 
 
-async def test_closing_the_client_breaks_off_what_is_under_way_and_refuses_more() -> None:
+async def test_closing_the_client_aborts_running_calls_and_refuses_more() -> None:
     client = HttpClient()
     asked = asyncio.Event()
 
@@ -501,7 +501,7 @@ async def test_a_certificate_of_an_unknown_authority_is_refused(certificate: tup
         await client.close()
 
 
-async def test_https_to_a_server_that_speaks_http_is_a_tls_error() -> None:
+async def test_https_to_a_server_of_plain_http_is_a_tls_error() -> None:
     async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")

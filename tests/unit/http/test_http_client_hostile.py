@@ -156,7 +156,7 @@ async def test_an_interim_answer_to_a_head_is_not_its_answer(client: HttpClient)
 
 
 async def test_a_second_try_that_cannot_connect_was_sent_all_the_same() -> None:
-    """The first try went out on a connection that closed: nobody knows whether it was carried out."""
+    """The first try was sent on a connection that closed: it is unknown whether it was carried out."""
     found: list[Sequence[str] | OSError] = [["127.0.0.1"], socket.gaierror(socket.EAI_AGAIN, "Try again")]
 
     async def resolve(host: str, port: int) -> Sequence[str]:
@@ -343,7 +343,7 @@ async def test_an_idle_connection_that_was_reset_is_not_used_again(client: HttpC
         assert origin.idle == [older]
 
 
-async def test_the_repair_takes_a_fresh_connection_and_not_another_idle_one(client: HttpClient) -> None:
+async def test_the_second_try_uses_a_new_connection_and_not_another_idle_one(client: HttpClient) -> None:
     """What closed one idle connection, such as a restart of the receiver, has closed the others too."""
     both_asked = asyncio.Event()
 
@@ -414,7 +414,7 @@ async def test_a_connection_closed_in_the_middle_of_the_answer_is_an_error_and_n
     async with serving(handler) as server:
         await post(client, server)
         error = await failure(client, server)
-        assert error.reason == "connection closed in the middle of the answer"
+        assert error.reason == "connection closed during the answer"
         assert len(server.requests) == 2
 
 
@@ -430,7 +430,7 @@ async def test_a_body_without_a_length_whose_connection_is_reset_is_not_taken_fo
         assert error.sent
 
 
-async def test_nobody_listening_is_an_error_before_anything_was_sent(client: HttpClient) -> None:
+async def test_a_refused_connection_is_an_error_before_anything_was_sent(client: HttpClient) -> None:
     async with answering(OK) as server:
         pass
     error = await failure(client, server)

@@ -22,7 +22,7 @@ Writer = asyncio.StreamWriter
 
 
 async def echo(request: Request) -> Response:
-    head = f"{request.method} {request.path} {request.query} ".encode()
+    head = f"{request.method} {request.path} ".encode()
     return Response(200, head + request.body, b"text/plain")
 
 
@@ -80,7 +80,7 @@ async def test_a_request_is_answered_with_its_length_type_and_date() -> None:
     async with serving() as server:
         status, headers, body = await ask(server, post(b"hello", "/a/b?c=d&e"))
     assert status == 200
-    assert body == b"POST /a/b c=d&e hello"
+    assert body == b"POST /a/b hello"
     assert headers["content-type"] == "text/plain"
     assert headers["connection"] == "keep-alive"
     assert headers["date"].endswith(" GMT")
@@ -90,7 +90,7 @@ async def test_a_connection_serves_many_requests() -> None:
     async with serving() as server, connected(server) as (reader, writer):
         for n in range(50):
             writer.write(post(b"%d" % n))
-            assert (await read_answer(reader))[2] == b"POST /p  %d" % n
+            assert (await read_answer(reader))[2] == b"POST /p %d" % n
 
 
 async def test_a_request_that_arrives_byte_by_byte_is_one_request() -> None:
@@ -99,7 +99,7 @@ async def test_a_request_that_arrives_byte_by_byte_is_one_request() -> None:
             writer.write(bytes([n]))
             await writer.drain()
             await asyncio.sleep(0)
-        assert (await read_answer(reader))[2] == b"POST /very/slow  slow"
+        assert (await read_answer(reader))[2] == b"POST /very/slow slow"
 
 
 async def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
@@ -108,7 +108,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
     async def handler(request: Request) -> Response:
         running.append(request.path)
         assert len(running) == 1
-        # The first ones take longest: without an order they would overtake each other.
+        # The first ones take longest: without ordering, later answers would be sent first.
         for _ in range(50 - int(request.path[1:])):
             await asyncio.sleep(0)
         running.remove(request.path)
@@ -127,8 +127,8 @@ async def test_a_chunked_body_is_put_together() -> None:
     )
     async with serving() as server, connected(server) as (reader, writer):
         writer.write(data + post(b"next"))
-        assert (await read_answer(reader))[2] == b"POST /p  hello world"
-        assert (await read_answer(reader))[2] == b"POST /p  next"
+        assert (await read_answer(reader))[2] == b"POST /p hello world"
+        assert (await read_answer(reader))[2] == b"POST /p next"
 
 
 async def test_expect_100_continue_is_answered_before_the_body_comes() -> None:
@@ -137,7 +137,7 @@ async def test_expect_100_continue_is_answered_before_the_body_comes() -> None:
         writer.write(whole[:-4])
         assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10) == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"body")
-        assert (await read_answer(reader))[2] == b"POST /p  body"
+        assert (await read_answer(reader))[2] == b"POST /p body"
 
 
 async def test_a_body_announced_too_large_is_refused_before_it_is_sent() -> None:
@@ -170,9 +170,9 @@ async def test_head_is_answered_without_a_body() -> None:
     async with serving() as server, connected(server) as (reader, writer):
         writer.write(b"HEAD /p HTTP/1.1\r\nhost: h\r\n\r\n")
         status, headers, _ = await read_answer(reader, head_only=True)
-        assert (status, headers["content-length"]) == (200, "9")
+        assert (status, headers["content-length"]) == (200, "8")
         writer.write(post(b"next"))
-        assert (await read_answer(reader))[2] == b"POST /p  next"
+        assert (await read_answer(reader))[2] == b"POST /p next"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ async def test_what_is_not_a_request_is_refused_and_the_connection_closed(data: 
 async def test_good_requests_before_a_bad_one_are_answered_first() -> None:
     async with serving() as server, connected(server) as (reader, writer):
         writer.write(post(b"good") + b"nonsense\r\n\r\n" + post(b"never"))
-        assert (await read_answer(reader))[2] == b"POST /p  good"
+        assert (await read_answer(reader))[2] == b"POST /p good"
         assert (await read_answer(reader))[0] == 400
         assert await asyncio.wait_for(reader.read(), 10) == b""
 
@@ -257,7 +257,7 @@ async def test_a_head_of_almost_16_kib_is_fine_however_it_arrives() -> None:
 async def test_an_upgrade_is_ignored() -> None:
     async with serving() as server:
         status, _, body = await ask(server, post(b"hi", "/p", "connection: upgrade", "upgrade: h2c"))
-    assert (status, body) == (200, b"POST /p  hi")
+    assert (status, body) == (200, b"POST /p hi")
 
 
 async def test_a_tunnel_is_refused() -> None:
@@ -268,7 +268,7 @@ async def test_a_tunnel_is_refused() -> None:
 async def test_a_target_in_absolute_form_is_understood() -> None:
     async with serving() as server:
         data = b"GET http://example.org:80/path?q=1 HTTP/1.1\r\nhost: h\r\n\r\n"
-        assert (await ask(server, data))[2] == b"GET /path q=1 "
+        assert (await ask(server, data))[2] == b"GET /path "
 
 
 async def test_headers_are_found_by_lower_case_name_and_joined() -> None:
@@ -284,7 +284,6 @@ async def test_headers_are_found_by_lower_case_name_and_joined() -> None:
     assert seen[0].header(b"x-two") == "a, b"
     assert seen[0].header(b"x-three") is None
     assert seen[0].headers["host"] == "h"
-    assert seen[0].client == "127.0.0.1"
 
 
 async def test_a_handler_that_fails_is_a_500_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -302,7 +301,7 @@ async def test_a_handler_that_fails_is_a_500_and_logged(caplog: pytest.LogCaptur
     assert "a defect" in caplog.text
 
 
-async def test_a_client_that_goes_away_does_not_stop_its_request() -> None:
+async def test_a_client_that_disconnects_does_not_stop_its_request() -> None:
     started, go_on, finished = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def handler(request: Request) -> Response:
@@ -364,7 +363,7 @@ async def test_a_client_that_does_not_read_stops_being_served() -> None:
     assert handled == 200
 
 
-async def test_more_connections_than_allowed_are_told_so() -> None:
+async def test_more_connections_than_allowed_get_an_error() -> None:
     async with serving(connections_max=1) as server, connected(server) as (reader, writer):
         writer.write(post(b"first"))
         assert (await read_answer(reader))[0] == 200
@@ -375,7 +374,7 @@ async def test_more_connections_than_allowed_are_told_so() -> None:
         assert (await read_answer(reader))[0] == 200
 
 
-async def test_an_idle_connection_is_closed_and_a_slow_request_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_is_closed_and_a_slow_request_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SWEEP_SECONDS", 0.01)
     async with serving(idle_timeout_ms=50) as server:
         async with connected(server) as (reader, _):
@@ -424,7 +423,7 @@ async def test_closing_lets_running_requests_finish_and_closes_idle_connections(
         assert not server.connections
 
 
-async def test_closing_does_not_wait_longer_than_told() -> None:
+async def test_closing_does_not_wait_longer_than_the_drain_time() -> None:
     started = asyncio.Event()
 
     async def handler(request: Request) -> Response:

@@ -12,9 +12,8 @@ from engine_world import URL, World, in_world
 from duetime.cluster.forwarding import CreateCommand, Forward
 from duetime.delivery import Attempt
 from duetime.domain.instants import LATEST_MS
+from duetime.domain.settle import AttemptResult, Contact
 from duetime.domain.timer import (
-    AttemptResult,
-    Contact,
     Missed,
     NamespaceSpec,
     Outcome,
@@ -56,7 +55,7 @@ def spec_at(execute_at_ms: int, **fields: Any) -> TimerSpec:
 
 REFUSED = [
     ({"callback_url": "ftp://shop.test"}, "callbackUrl", "callbackUrl must be a URL"),
-    ({"headers": {"forbidden": "1"}}, "headers", "headers must not set forbidden"),
+    ({"headers": {"Host": "x"}}, "headers", 'headers must not have "Host", which is reserved for Duetime'),
 ]
 
 
@@ -65,32 +64,32 @@ REFUSED = [
 def test_a_create_with_a_forbidden_url_or_header_is_refused(
     fields: dict[str, Any], field: str, text: str, if_absent: bool
 ) -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         with pytest.raises(InvalidField, match=text) as refused:
             await world.create("x", if_absent=if_absent, **fields)
         assert refused.value.field == field
         await asyncio.sleep(10)
         assert world.destinations.called() == []
 
-    in_world(story)
+    in_world(scenario)
 
 
 @pytest.mark.parametrize(("fields", "field", "text"), REFUSED)
 def test_an_update_with_a_forbidden_url_or_header_is_refused_and_changes_nothing(
     fields: dict[str, Any], field: str, text: str
 ) -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         created = await world.create("x", **ONE)
         with pytest.raises(InvalidField, match=text) as refused:
             await world.service.update(X, TimerPatch(payload="9", **fields))
         assert refused.value.field == field
         assert (await world.get("x")).timer == created.view.timer
 
-    in_world(story)
+    in_world(scenario)
 
 
 def test_a_payload_over_the_limit_is_refused_at_create_and_at_update_and_one_of_just_the_limit_is_not() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         largest, too_large = f'"{"é" * 49}"', f'"{"é" * 49}."'  # 100 and 101 bytes
         await world.create("x", 60_000, payload=largest)
         with pytest.raises(TooLarge, match="larger than 100 bytes"):
@@ -100,29 +99,29 @@ def test_a_payload_over_the_limit_is_refused_at_create_and_at_update_and_one_of_
         assert (await world.get("x")).timer.payload == largest
         await world.service.update(X, TimerPatch(payload=largest))
 
-    in_world(story, limits__payload_bytes_max=100)
+    in_world(scenario, limits__payload_bytes_max=100)
 
 
 def test_a_namespace_may_have_a_lower_limit_of_payloads() -> None:
-    async def story(world: World) -> None:
-        await world.service.create_namespace(NamespaceSpec(name="small", payload_bytes_max=10))
+    async def scenario(world: World) -> None:
+        await world.service.namespaces.create(NamespaceSpec(name="small", payload_bytes_max=10))
         spec = TimerSpec(namespace="small", timer_id="x", delay_ms=1, callback_url=URL, payload='"12345678"')
         await world.service.create(spec)
         longer = TimerSpec(namespace="small", timer_id="x", delay_ms=1, callback_url=URL, payload='"123456789"')
         with pytest.raises(TooLarge, match="larger than 10 bytes"):
             await world.service.create(longer)
 
-    in_world(story)
+    in_world(scenario)
 
 
 def test_without_a_url_of_its_own_a_timer_has_that_of_its_namespace_and_one_of_them_there_must_be() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         with pytest.raises(InvalidField, match="callbackUrl is required"):
             await world.create("x", callback_url=None)
         await world.create("x", HOUR_MS)
         with pytest.raises(InvalidField, match="callbackUrl is required"):
             await world.service.update(X, TimerPatch(callback_url=None))
-        await world.service.create_namespace(NamespaceSpec(name="commands", callback_url="http://shop.test/orders"))
+        await world.service.namespaces.create(NamespaceSpec(name="commands", callback_url="http://shop.test/orders"))
         spec = TimerSpec(namespace="commands", timer_id="x", delay_ms=HOUR_MS)
         assert (await world.service.create(spec)).view.timer.callback_url == "http://shop.test/orders"
         key = TimerKey("commands", "x")
@@ -131,11 +130,11 @@ def test_without_a_url_of_its_own_a_timer_has_that_of_its_namespace_and_one_of_t
         updated = await world.service.update(key, TimerPatch(callback_url=None))
         assert updated.view.timer.callback_url == "http://shop.test/orders"
 
-    in_world(story)
+    in_world(scenario)
 
 
 def test_a_delay_that_ends_after_the_last_instant_is_refused() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         too_long_ms = LATEST_MS - world.clock.wall_ms()
         with pytest.raises(InvalidField, match="delay must end before"):
             await world.create("x", too_long_ms)
@@ -145,19 +144,19 @@ def test_a_delay_that_ends_after_the_last_instant_is_refused() -> None:
         with pytest.raises(InvalidField, match="one of executeAt and delay"):
             await world.service.create(TimerSpec(namespace="default", timer_id="y", callback_url=URL))
 
-    in_world(story)
+    in_world(scenario)
 
 
 class SlowHeartbeats(MemoryStore):
-    """The clock is read when a heartbeat is sent, or when it is answered 100 ms later: nobody can tell which."""
+    """The clock is read when a heartbeat is sent, or when it is answered 100 ms later: it is unknown which."""
 
     async def heartbeat(self, instance_id: str, counter: int) -> int:
         await asyncio.sleep(0.1)
         return await super().heartbeat(instance_id, counter)
 
 
-def test_a_delay_is_the_difference_of_createdat_and_executeat_however_badly_the_clock_is_known() -> None:
-    async def story(world: World) -> None:
+def test_a_delay_is_the_difference_of_createdat_and_executeat_however_inexact_the_clock_is() -> None:
+    async def scenario(world: World) -> None:
         membership = world.engine.membership
         assert membership.latest_now_ms() > membership.now_ms()
         timer = (await world.create("x", HOUR_MS)).view.timer
@@ -167,14 +166,14 @@ def test_a_delay_is_the_difference_of_createdat_and_executeat_however_badly_the_
         timer = (await world.service.create(spec_at(at_ms))).view.timer
         assert (timer.created_at_ms, timer.execute_at_ms) == (at_ms - 1, at_ms)
 
-    in_world(story, new_store=SlowHeartbeats)
+    in_world(scenario, new_store=SlowHeartbeats)
 
 
 # --- ifAbsent ------------------------------------------------------------------------------------
 
 
-def test_if_absent_with_the_same_wish_finds_the_timer_that_is_there() -> None:
-    async def story(world: World) -> None:
+def test_if_absent_with_the_same_values_finds_the_existing_timer() -> None:
+    async def scenario(world: World) -> None:
         at_ms = world.clock.wall_ms() + HOUR_MS
         first = await world.service.create(spec_at(at_ms, **ONE, if_absent=True))
         assert (first.existed, first.replaced) == (False, False)
@@ -182,47 +181,47 @@ def test_if_absent_with_the_same_wish_finds_the_timer_that_is_there() -> None:
         assert (again.existed, again.replaced) == (True, False)
         assert again.view.timer == first.view.timer
 
-    in_world(story)
+    in_world(scenario)
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_if_absent_with_one_field_different_is_a_conflict_and_changes_nothing(name: str) -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         at_ms = world.clock.wall_ms() + HOUR_MS
         first = await world.service.create(spec_at(at_ms, **ONE))
-        with pytest.raises(Conflict, match="exists in namespace 'default' and is different") as conflict:
+        with pytest.raises(Conflict, match="exists in namespace 'default' with other values") as conflict:
             await world.service.create(spec_at(at_ms, **{**ONE, name: FIELDS[name][1]}, if_absent=True))
         assert (conflict.value.field, conflict.value.code) == ("timerId", "timer_exists")
         assert (await world.get("x")).timer == first.view.timer
 
-    in_world(story)
+    in_world(scenario)
 
 
 def test_if_absent_with_another_time_is_a_conflict() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         at_ms = world.clock.wall_ms() + 1_000
         await world.service.create(spec_at(at_ms))
-        with pytest.raises(Conflict, match="is different"):
+        with pytest.raises(Conflict, match="with other values"):
             await world.service.create(spec_at(at_ms + 1, if_absent=True))
         await asyncio.sleep(5)
         assert world.destinations.called() == ["x"]
 
-    in_world(story)
+    in_world(scenario)
 
 
 def test_if_absent_with_a_delay_does_not_compare_times_since_a_repeated_request_ends_later() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         first = await world.create("x", HOUR_MS, if_absent=True)
         await asyncio.sleep(1)
         again = await world.create("x", HOUR_MS, if_absent=True)
         assert again.existed
         assert again.view.timer == first.view.timer
 
-    in_world(story)
+    in_world(scenario)
 
 
 def test_if_absent_compares_the_time_that_was_asked_for_and_not_that_of_a_retry() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         async def fails(attempt: Attempt) -> AttemptResult:
             return AttemptResult(Contact.BROKEN)
 
@@ -236,11 +235,11 @@ def test_if_absent_compares_the_time_that_was_asked_for_and_not_that_of_a_retry(
         assert again.existed
         assert again.view.timer.scheduled_at_ms == at_ms
 
-    in_world(story)
+    in_world(scenario)
 
 
 def test_if_absent_finds_a_timer_that_is_over_and_does_not_fire_it_again() -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         at_ms = world.clock.wall_ms() + 1_000
         await world.service.create(spec_at(at_ms))
         await asyncio.sleep(2)
@@ -249,12 +248,12 @@ def test_if_absent_finds_a_timer_that_is_over_and_does_not_fire_it_again() -> No
         assert again.view.state is State.DELIVERED
         assert again.view.reached is not None
         assert again.view.reached.outcome is Outcome.DELIVERED
-        with pytest.raises(Conflict, match="is different"):
+        with pytest.raises(Conflict, match="with other values"):
             await world.service.create(spec_at(at_ms, payload="2", if_absent=True))
         await asyncio.sleep(60)
         assert world.destinations.called() == ["x"]
 
-    in_world(story)
+    in_world(scenario)
 
 
 # --- update --------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def test_if_absent_finds_a_timer_that_is_over_and_does_not_fire_it_again() -> No
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_an_update_changes_what_it_names_and_nothing_else(name: str) -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         at_ms = world.clock.wall_ms() + HOUR_MS
         await world.service.create(spec_at(at_ms, **ONE))
         updated = await world.service.update(X, TimerPatch(**{name: FIELDS[name][1]}))
@@ -273,12 +272,12 @@ def test_an_update_changes_what_it_names_and_nothing_else(name: str) -> None:
         assert found == {**ONE, name: FIELDS[name][1]}
         assert (timer.execute_at_ms, timer.scheduled_at_ms) == (at_ms, at_ms)
 
-    in_world(story)
+    in_world(scenario)
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if name != "callback_url"])
 def test_an_update_with_null_sets_a_field_back_to_its_default(name: str) -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         await world.create("x", HOUR_MS, **ONE)
         cleared: dict[str, Any] = {name: None}
         await world.service.update(X, TimerPatch(**cleared))
@@ -286,12 +285,12 @@ def test_an_update_with_null_sets_a_field_back_to_its_default(name: str) -> None
         found = {other: getattr(timer, other, None) or getattr(timer.extras, other, None) for other in FIELDS}
         assert found == {**ONE, name: () if name == "tags" else None}
 
-    in_world(story)
+    in_world(scenario)
 
 
 @pytest.mark.parametrize("by_delay", [True, False])
 def test_an_update_with_another_time_moves_the_timer(by_delay: bool) -> None:
-    async def story(world: World) -> None:
+    async def scenario(world: World) -> None:
         await world.create("x", HOUR_MS)
         at_ms = world.clock.wall_ms() + 2_000
         await world.service.update(X, TimerPatch(delay_ms=2_000) if by_delay else TimerPatch(execute_at_ms=at_ms))
@@ -300,14 +299,14 @@ def test_an_update_with_another_time_moves_the_timer(by_delay: bool) -> None:
         await asyncio.sleep(3)
         assert [at for at, _, _ in world.destinations.calls] == [at_ms]
 
-    in_world(story)
+    in_world(scenario)
 
 
 @pytest.mark.parametrize("waits_for", ["namespaces", "get_many"])
 def test_a_forwarded_create_that_has_to_wait_is_not_overtaken_by_a_later_one(waits_for: str) -> None:
-    """Its asker may have been told that nobody knows, and has written again: the last one counts."""
+    """Its sender may have got `outcome_unknown` and have written again: the last write counts."""
 
-    async def told(clock: VirtualClock) -> None:
+    async def run(clock: VirtualClock) -> None:
         store = FaultyStore(MemoryStore(clock))
         world = World(clock, store.as_store, namespaces__default_num_shards=1)
         await world.start()
@@ -317,7 +316,7 @@ def test_a_forwarded_create_that_has_to_wait_is_not_overtaken_by_a_later_one(wai
         spec = TimerSpec(namespace="default", timer_id="a", delay_ms=1_000, callback_url=URL, payload="1")
         first_spec = msgspec.structs.replace(spec, if_absent=waits_for == "get_many")
         version = world.engine.shards[0].fence.version
-        first = world.service.take(Forward("1", 0, version, CreateCommand(first_spec)))
+        first = world.service.forwarded.receive(Forward("1", 0, version, CreateCommand(first_spec)))
         await asyncio.sleep(0.1)
         if waits_for == "namespaces":
             world.engine.namespaces._fresh_until_ms = clock.boot_ms() + 60_000
@@ -331,4 +330,4 @@ def test_a_forwarded_create_that_has_to_wait_is_not_overtaken_by_a_later_one(wai
         assert world.destinations.payloads == ["2"]
         await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)

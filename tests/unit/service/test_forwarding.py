@@ -1,4 +1,4 @@
-"""Two instances on one store: a wish goes to the owner of its shard, in one hop, and happens once."""
+"""Two instances on one store: a command is sent to the owner of its shard, in one hop, and is carried out once."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import pytest
 from engine_world import URL, World
 from two_instances import Wires, of_two, owned_by
 
-from duetime.cluster.forwarding import CommandAnswer, CreateCommand, DeleteCommand, Forward, Peer, UpdateCommand
+from duetime.cluster.forwarding import CommandAnswer, CreateCommand, Forward, Peer
 from duetime.domain.timer import (
     Created,
     NamespaceSpec,
     State,
     TimerKey,
-    TimerPatch,
     TimerSpec,
-    Updated,
     Verdict,
     shard_of,
 )
@@ -24,19 +22,17 @@ from duetime.engine.shard import ShardState
 from duetime.errors import (
     Conflict,
     DuetimeError,
-    InvalidField,
     NotFound,
     NotOwner,
     NotReady,
     OutcomeUnknown,
     StoreUnavailable,
 )
-from duetime.service import service as service_module
 from duetime.store import Claim
 
 
-def test_both_own_some_and_each_takes_wishes_about_all() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_both_own_some_shards_and_each_accepts_commands_for_all() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         assert len(a.engine.shards) + len(b.engine.shards) == 16
         assert a.engine.shards
         assert b.engine.shards
@@ -47,12 +43,12 @@ def test_both_own_some_and_each_takes_wishes_about_all() -> None:
         await asyncio.sleep(5)
         assert sorted(a.destinations.called() + b.destinations.called()) == sorted(set(ids) - {owned_by(b)})
 
-    of_two(story)
+    of_two(scenario)
 
 
 @pytest.mark.parametrize("many", [False, True])
 def test_a_create_whose_shard_is_lost_before_its_commit_is_made_at_the_new_owner(many: bool) -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         shard_id = shard_of(timer_id, 16)
         of_b = b.engine.membership
@@ -68,11 +64,11 @@ def test_a_create_whose_shard_is_lost_before_its_commit_is_made_at_the_new_owner
         await made
         assert (await b.get(timer_id)).state is State.SCHEDULED
 
-    of_two(story)
+    of_two(scenario)
 
 
 def test_the_map_says_who_owns_what_and_forwards_are_counted() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         found = a.service.shard_map()
         assert sorted(found.addresses) == ["a", "b"]
         assert found.num_shards == {"default": 16}
@@ -86,35 +82,35 @@ def test_the_map_says_who_owns_what_and_forwards_are_counted() -> None:
         assert a.engine.telemetry.forwards.by_label == {"ok": 1}
         assert b.engine.telemetry.forwards.by_label == {}
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_a_member_that_is_gone_owns_nothing_on_the_map() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_a_member_that_has_left_owns_nothing_on_the_map() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         of_b = set(b.engine.shards)
         del a.engine.membership.alive[b.engine.membership.instance_id]
         found = a.service.shard_map()
         assert found.addresses == ("a",)
         assert {i for i, owner in enumerate(found.owners) if owner is None} == of_b
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_case_26_a_forward_goes_one_hop_and_is_refused_rather_than_passed_on() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_case_26_a_forward_goes_one_hop_and_is_refused_rather_than_forwarded_again() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(b)
         spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1_000, callback_url=URL)
         misled = Forward("id", shard_of(timer_id, 16), 1, CreateCommand(spec))
         with pytest.raises(NotOwner) as refused:
-            await a.service.take(misled)
+            await a.service.forwarded.receive(misled)
         assert (refused.value.status, refused.value.retry_after_seconds) == (503, 1)
         assert wires.sent == []
 
-    of_two(story)
+    of_two(scenario)
 
 
 def test_case_27_a_forward_to_an_ex_owner_is_refused_and_sent_once_more_to_the_new_one() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(b)
         shard_id = shard_of(timer_id, 16)
         b.engine.ownership.recover(b.engine.shards[shard_id])  # it claims again: another version
@@ -128,35 +124,35 @@ def test_case_27_a_forward_to_an_ex_owner_is_refused_and_sent_once_more_to_the_n
         await asyncio.sleep(5)
         assert b.destinations.called() == [timer_id]
 
-    of_two(story)
+    of_two(scenario)
 
 
 def test_a_forward_that_arrives_twice_is_carried_out_once() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(b)
         await a.create(timer_id, 60_000)
         _, forward = wires.sent[-1]
         assert await b.service.delete(TimerKey("default", timer_id)) is Verdict.CANCELLED
-        await b.service.take(forward)
+        await b.service.forwarded.receive(forward)
         await asyncio.sleep(120)
         assert a.destinations.calls + b.destinations.calls == []
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_an_error_of_the_owner_comes_back_to_who_asked() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_an_error_of_the_owner_is_returned_to_the_caller() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         with pytest.raises(DuetimeError, match="There is no timer"):
             await a.service.delete(TimerKey("default", owned_by(b)))
 
-    of_two(story)
+    of_two(scenario)
 
 
 def test_a_namespace_that_another_instance_still_fills_is_not_deleted() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
-        await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
-        await b.service.get_namespace("n")
-        deleting = asyncio.ensure_future(a.service.delete_namespace("n"))
+    async def scenario(a: World, b: World, wires: Wires) -> None:
+        await a.service.namespaces.create(NamespaceSpec(name="n", num_shards=16))
+        await b.service.namespaces.get("n")
+        deleting = asyncio.ensure_future(a.service.namespaces.delete("n"))
         while not (known := a.engine.namespaces.known("n")) or not known.deleting:
             await asyncio.sleep(0)
         # The other instance has not seen the mark yet, and takes a create about a shard of its own.
@@ -166,28 +162,28 @@ def test_a_namespace_that_another_instance_still_fills_is_not_deleted() -> None:
         await asyncio.sleep(5)
         assert (await b.service.get(TimerKey("n", owned_by(b)))).state is State.SCHEDULED
         await b.service.delete(TimerKey("n", owned_by(b)))
-        await a.service.delete_namespace("n")
+        await a.service.namespaces.delete("n")
         await asyncio.sleep(2)  # read again every second
         with pytest.raises(NotFound):
-            await b.service.get_namespace("n")
+            await b.service.namespaces.get("n")
 
-    of_two(story)
+    of_two(scenario)
 
 
 def test_a_new_namespace_is_known_to_the_others_at_once() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         with pytest.raises(NotFound):
-            await b.service.get_namespace("n")
-        await a.service.create_namespace(NamespaceSpec(name="n", num_shards=16))
+            await b.service.namespaces.get("n")
+        await a.service.namespaces.create(NamespaceSpec(name="n", num_shards=16))
         await b.service.create(TimerSpec(namespace="n", timer_id="t", delay_ms=1_000, callback_url=URL))
         await asyncio.sleep(5)
         assert a.destinations.called() + b.destinations.called() == ["t"]
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_wishes_about_the_shards_of_an_instance_that_leaves_wait_for_the_next_owner() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_commands_for_shards_of_an_instance_that_stops_wait_for_the_next_owner() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         ids = [f"t{n}" for n in range(60)]
         leaving = asyncio.ensure_future(b.engine.stop())
         await asyncio.gather(*(a.create(timer_id, 1_000) for timer_id in ids))
@@ -195,228 +191,26 @@ def test_wishes_about_the_shards_of_an_instance_that_leaves_wait_for_the_next_ow
         await asyncio.sleep(5)
         assert sorted(a.destinations.called() + b.destinations.called()) == sorted(ids)
 
-    of_two(story)
+    of_two(scenario)
 
 
-# --- orders from others --------------------------------------------------------------------------
-
-
-def order_to(
-    world: World, timer_id: str, command_id: str = "id", *, payload: str | None = None, later: int = 0
-) -> Forward:
-    """A create for a shard of this instance, in the version it has (or a later one)."""
-    shard_id = shard_of(timer_id, 16)
-    spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=60_000, callback_url=URL, payload=payload)
-    return Forward(command_id, shard_id, world.engine.shards[shard_id].fence.version + later, CreateCommand(spec))
-
-
-def test_an_order_of_another_version_of_the_shard_is_refused() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        for later in (-1, 1):
-            with pytest.raises(NotOwner):
-                await a.service.take(order_to(a, timer_id, f"off by {later}", later=later))
-        with pytest.raises(NotFound):
-            await a.get(timer_id)
-        assert isinstance(await a.service.take(order_to(a, timer_id)), Created)
-
-    of_two(story)
-
-
-def test_an_order_for_a_shard_that_is_being_given_away_is_refused() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        shard = a.engine.shards[shard_of(timer_id, 16)]
-        shard.close()
-        create = order_to(a, timer_id)
-        with pytest.raises(NotOwner):
-            await a.service.take(create)
-        delete = DeleteCommand(TimerKey("default", timer_id))
-        with pytest.raises(NotOwner):  # whether there is such a timer is not looked up any more
-            await a.service.take(Forward("d", create.shard_id, create.version, delete))
-        with pytest.raises(NotOwner):
-            await a.service._try_at_owner(create.shard_id, delete)
-        shard.state = ShardState.OPEN
-        with pytest.raises(NotFound):
-            await a.service._try_at_owner(create.shard_id, delete)
-
-    of_two(story)
-
-
-def test_what_became_of_an_order_is_told_by_its_id_alone() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        taken = a.service.take(order_to(a, timer_id))
-        assert a.service.taken("id") is taken, "not decided yet"
-        assert isinstance(await taken, Created)
-        assert a.service.taken("id") is taken
-        with pytest.raises(OutcomeUnknown, match="nothing is known"):
-            await a.service.taken("never given")
-
-    of_two(story)
-
-
-def test_an_order_that_was_refused_stays_refused_by_its_id() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
-        early = order_to(a, owned_by(a), later=1)
-        with pytest.raises(NotOwner):
-            await a.service.take(early)
-        with pytest.raises(NotOwner):
-            await a.service.taken("id")
-
-    of_two(story)
-
-
-def test_every_kind_of_order_is_carried_out_for_another_instance() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        key, create = TimerKey("default", timer_id), order_to(a, timer_id)
-        await a.service.take(create)
-        update = Forward("u", create.shard_id, create.version, UpdateCommand(key, TimerPatch(delay_ms=90_000)))
-        assert isinstance(await a.service.take(update), Updated)
-        delete = Forward("d", create.shard_id, create.version, DeleteCommand(key))
-        assert await a.service.take(delete) is Verdict.CANCELLED
-
-    of_two(story)
-
-
-def test_an_order_that_the_owner_cannot_accept_gets_the_owners_error() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        good = order_to(a, timer_id)
-        spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1, callback_url="gopher://x")
-        answer = a.service.take(Forward("bad", good.shard_id, good.version, CreateCommand(spec)))
-        assert a.service.taken("bad") is answer, "what is refused is remembered too"
-        with pytest.raises(InvalidField, match="callbackUrl"):
-            await answer
-        nowhere = TimerSpec(namespace="nowhere", timer_id=timer_id, delay_ms=1, callback_url=URL)
-        with pytest.raises(NotFound, match="There is no namespace"):
-            await a.service.take(Forward("nowhere", good.shard_id, good.version, CreateCommand(nowhere)))
-
-    of_two(story)
-
-
-def test_a_create_of_another_instance_that_is_not_on_disk_is_not_acknowledged() -> None:
-    """Its commit finds that the shard is another's."""
-
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        forward = order_to(a, timer_id)
-        of_b = b.engine.membership
-        await a.store.claim([Claim(forward.shard_id, forward.version, 77, of_b.instance_id, "b", 0)])
-        with pytest.raises(DuetimeError) as lost:
-            await a.service.take(forward)
-        assert lost.value.code == "not_applied"
-        with pytest.raises(NotFound):
-            await b.get(timer_id)
-
-    of_two(story)
-
-
-def test_a_create_of_another_instance_says_whether_it_replaced_something() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        first = await a.service.take(order_to(a, timer_id, "1"))
-        second = await a.service.take(order_to(a, timer_id, "2"))
-        assert [isinstance(answer, Created) and answer.replaced for answer in (first, second)] == [False, True]
-        assert a.engine.telemetry.created.value == 2
-
-    of_two(story)
-
-
-def test_a_create_of_another_instance_waits_for_a_write_about_the_same_timer() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        shard = a.engine.shards[shard_of(timer_id, 16)]
-        async with shard.key_lock(TimerKey("default", timer_id)):
-            taken = a.service.take(order_to(a, timer_id))
-            await asyncio.sleep(5)
-            assert not taken.done()
-        assert isinstance(await taken, Created)
-
-    of_two(story)
-
-
-# --- what is remembered of them ------------------------------------------------------------------
-
-
-def test_old_orders_are_forgotten_and_those_not_decided_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_TAKEN_MAX", 20)
-
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        shard = a.engine.shards[shard_of(timer_id, 16)]
-        async with shard.key_lock(TimerKey("default", timer_id)):
-            pending = a.service.take(order_to(a, timer_id, "pending"))
-            for number in range(100):
-                with pytest.raises(NotOwner):
-                    await a.service.take(order_to(a, timer_id, f"refused {number}", later=1))
-                assert len(a.service._taken) <= 21
-            assert a.service.taken("pending") is pending
-            for number, forgotten in ((0, True), (99, False)):
-                with pytest.raises(OutcomeUnknown if forgotten else NotOwner):
-                    await a.service.taken(f"refused {number}")
-        assert isinstance(await pending, Created)
-
-    of_two(story)
-
-
-def test_large_orders_are_forgotten_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_TAKEN_CHARS_MAX", 10_000)
-
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        large = f'"{"x" * 998}"'
-        for number in range(50):
-            await a.service.take(order_to(a, timer_id, f"large {number}", payload=large))
-            assert len(a.service._taken) <= 11
-            assert a.service._taken_chars == 1_000 * len(a.service._taken)
-        with pytest.raises(OutcomeUnknown):
-            await a.service.taken("large 30")
-        assert isinstance(await a.service.taken("large 49"), Created)
-        for number in range(50):
-            await a.service.take(order_to(a, timer_id, f"small {number}"))
-        assert len(a.service._taken) > 50, "small ones need no room"
-
-    of_two(story)
-
-
-def test_many_undecided_orders_do_not_make_a_new_one_expensive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_TAKEN_MAX", 5)
-
-    async def story(a: World, b: World, wires: Wires) -> None:
-        timer_id = owned_by(a)
-        shard = a.engine.shards[shard_of(timer_id, 16)]
-        async with shard.key_lock(TimerKey("default", timer_id)):
-            pending = [a.service.take(order_to(a, timer_id, f"p{number}")) for number in range(30)]
-            assert [a.service.taken(f"p{number}") for number in range(30)] == pending, "none is forgotten"
-        for answer in pending:
-            assert isinstance(await answer, Created)
-        for number in range(10):
-            with pytest.raises(NotOwner):
-                await a.service.take(order_to(a, timer_id, f"next {number}", later=1))
-        assert len(a.service._taken) <= 6, "several go at once, so that they become fewer"
-
-    of_two(story)
-
-
-# --- orders to others ----------------------------------------------------------------------------
+# --- commands to other instances -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("failure", [OutcomeUnknown, NotFound, StoreUnavailable])
-def test_an_order_whose_outcome_is_not_certain_or_final_is_given_once(failure: type[DuetimeError]) -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_a_command_whose_outcome_is_unknown_or_final_is_sent_once(failure: type[DuetimeError]) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         wires.failure = lambda: failure("simulated")
         with pytest.raises(failure, match="simulated"):
             await a.create(owned_by(b))
         assert len(wires.sent) == 1
         assert a.engine.telemetry.forwards.by_label == {failure("").code: 1}
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_an_order_that_was_certainly_not_applied_is_given_again_under_another_id_for_two_seconds() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_a_command_that_was_certainly_not_applied_is_sent_again_under_another_id_for_two_seconds() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         wires.failure = lambda: NotOwner("simulated")
         began = a.clock.boot_ms()
         with pytest.raises(NotOwner, match="simulated"):
@@ -426,11 +220,11 @@ def test_an_order_that_was_certainly_not_applied_is_given_again_under_another_id
         assert 10 <= len(wires.sent) <= 25, "with pauses that grow"
         assert a.engine.telemetry.forwards.by_label == {"not_applied": len(wires.sent)}
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_an_order_that_was_not_applied_succeeds_as_soon_as_the_owner_takes_it() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_a_command_that_was_not_applied_succeeds_as_soon_as_the_owner_accepts_it() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         wires.failure = lambda: NotOwner("simulated")
         making = asyncio.ensure_future(a.create(owned_by(b), 60_000))
         await asyncio.sleep(0.5)
@@ -439,11 +233,11 @@ def test_an_order_that_was_not_applied_succeeds_as_soon_as_the_owner_takes_it() 
         assert isinstance(await making, Created)
         assert a.clock.boot_ms() - began <= 300
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_an_order_names_the_version_and_the_shard_and_goes_to_the_owner_with_its_secret() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_a_command_names_the_version_and_the_shard_and_goes_to_the_owner_with_its_secret() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         asked: list[Peer] = []
         arrive = wires.forward
 
@@ -459,17 +253,17 @@ def test_an_order_names_the_version_and_the_shard_and_goes_to_the_owner_with_its
         assert given.shard_id == shard_of(timer_id, 16)
         assert given.version == b.engine.shards[given.shard_id].fence.version
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_nobody_is_asked_when_no_owner_is_known_or_the_owner_known_is_this_instance() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_nothing_is_forwarded_if_the_owner_is_unknown_or_is_this_instance() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(b)
         shard_id = shard_of(timer_id, 16)
         row = a.engine.rows[shard_id]
         command = CreateCommand(TimerSpec(namespace="default", timer_id=timer_id, delay_ms=1, callback_url=URL))
         mine = a.engine.membership.instance_id
-        for owner_id in (None, "somebody who is dead", mine):
+        for owner_id in (None, "a dead instance", mine):
             a.engine.rows[shard_id] = type(row)(shard_id, row.version, row.nonce, owner_id, row.owner_address)
             with pytest.raises(NotOwner):
                 await a.service._try_at_owner(shard_id, command)
@@ -479,11 +273,11 @@ def test_nobody_is_asked_when_no_owner_is_known_or_the_owner_known_is_this_insta
         a.engine.rows[shard_id] = row
         assert wires.sent == []
 
-    of_two(story)
+    of_two(scenario)
 
 
 def test_a_write_about_a_shard_that_is_being_given_away_waits_and_is_not_carried_out_here() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(a)
         shard = a.engine.shards[shard_of(timer_id, 16)]
         shard.close()
@@ -493,11 +287,11 @@ def test_a_write_about_a_shard_that_is_being_given_away_waits_and_is_not_carried
         shard.state = ShardState.OPEN
         assert isinstance(await making, Created)
 
-    of_two(story)
+    of_two(scenario)
 
 
-def test_an_instance_that_is_not_started_says_so_at_once() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+def test_an_instance_that_is_not_started_refuses_at_once() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         wires.failure = lambda: NotOwner("simulated")
         a.engine.started = False
         began = a.clock.boot_ms()
@@ -506,11 +300,11 @@ def test_an_instance_that_is_not_started_says_so_at_once() -> None:
         a.engine.started = True
         assert a.clock.boot_ms() == began
 
-    of_two(story)
+    of_two(scenario)
 
 
 def test_an_instance_that_stops_waits_for_new_owners_only_if_there_are_others() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         wires.failure = lambda: NotOwner("simulated")
         a.engine.stopping = True
         with pytest.raises(NotOwner, match="simulated"):
@@ -523,11 +317,11 @@ def test_an_instance_that_stops_waits_for_new_owners_only_if_there_are_others() 
         a.engine.membership.alive = others
         a.engine.stopping = False
 
-    of_two(story)
+    of_two(scenario)
 
 
 def test_a_claim_that_hangs_does_not_keep_a_write_waiting_beyond_its_patience() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         wires.failure = lambda: NotOwner("simulated")
         timer_id, began = owned_by(b), a.clock.boot_ms()
         balance = a.engine.balance
@@ -541,11 +335,11 @@ def test_a_claim_that_hangs_does_not_keep_a_write_waiting_beyond_its_patience() 
         assert 2_000 <= a.clock.boot_ms() - began <= 2_100
         a.engine.balance = balance  # type: ignore[method-assign]
 
-    of_two(story)
+    of_two(scenario)
 
 
 def test_a_shard_whose_row_changes_is_asked_for_again_at_once() -> None:
-    async def story(a: World, b: World, wires: Wires) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
         timer_id = owned_by(b)
         shard_id = shard_of(timer_id, 16)
         right = a.engine.rows[shard_id]
@@ -563,4 +357,4 @@ def test_a_shard_whose_row_changes_is_asked_for_again_at_once() -> None:
         assert len(wires.sent) == 2
         assert a.clock.boot_ms() - began < 15, "without a pause"
 
-    of_two(story)
+    of_two(scenario)

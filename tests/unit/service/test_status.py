@@ -1,4 +1,4 @@
-"""The status of a cluster: every living member in its own words, whichever is asked; and an answer that stays small."""
+"""The status of a cluster: as all live members report it, from any member; and an answer that stays small."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine_world import OK, URL, World
 from duetime.api.encode import encode_cluster_status
 from duetime.cluster.forwarding import CommandAnswer, Forward, Peer
 from duetime.delivery import Attempt
+from duetime.domain.settle import AttemptResult, Contact
 from duetime.domain.status import ClusterStatus, InstanceStatus, MemberStatus
-from duetime.domain.timer import AttemptResult, Contact
 from duetime.errors import Unserved
 from duetime.service.service import Service
 from duetime.store import Member
@@ -28,7 +28,7 @@ class Wires:
         self.instead: dict[str, Callable[[], Awaitable[InstanceStatus]]] = {}
 
     async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
-        return await self.services[peer.address].take(forward)
+        return await self.services[peer.address].forwarded.receive(forward)
 
     async def status(self, peer: Peer) -> InstanceStatus:
         if peer.address in self.instead:
@@ -63,19 +63,19 @@ class Cluster:
         return await self.worlds[name].service.cluster_status()
 
 
-def in_cluster(names: str, story: Callable[[Cluster], Awaitable[None]]) -> None:
-    async def told(clock: VirtualClock) -> None:
+def in_cluster(names: str, scenario: Callable[[Cluster], Awaitable[None]]) -> None:
+    async def run(clock: VirtualClock) -> None:
         cluster = Cluster(clock)
         for name in names:
             await cluster.join(name)
         await asyncio.sleep(10)  # shards find their owners
         try:
-            await story(cluster)
+            await scenario(cluster)
         finally:
             for world in cluster.worlds.values():
                 await world.engine.stop()
 
-    run_virtual(told)
+    run_virtual(run)
 
 
 def at(status: ClusterStatus, address: str) -> MemberStatus:
@@ -97,8 +97,8 @@ async def silence() -> InstanceStatus:
     raise AssertionError
 
 
-def test_whichever_member_is_asked_all_are_shown_in_their_own_words() -> None:
-    async def story(cluster: Cluster) -> None:
+def test_every_member_reports_the_status_of_all() -> None:
+    async def scenario(cluster: Cluster) -> None:
         for name in "abc":
             status = await cluster.ask(name)
             assert [member.address for member in status.members] == ["a", "b", "c"]
@@ -113,11 +113,11 @@ def test_whichever_member_is_asked_all_are_shown_in_their_own_words() -> None:
             assert status.shard_counts.owned == status.shard_counts.total == 16
             assert (status.unowned_shards, status.shards) == ((), None)
 
-    in_cluster("abc", story)
+    in_cluster("abc", scenario)
 
 
 def test_figures_are_those_of_all_members_together_or_at_their_worst() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         a = cluster.worlds["a"]
 
         async def hangs(attempt: Attempt) -> AttemptResult:
@@ -140,11 +140,11 @@ def test_figures_are_those_of_all_members_together_or_at_their_worst() -> None:
         (place,) = own_words(status, "b").held_for
         assert (place.destination, place.held, place.breaker_open) == (URL, each[1].held, False)
 
-    in_cluster("ab", story)
+    in_cluster("ab", scenario)
 
 
 def test_a_destination_whose_breaker_is_open_is_named() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         a = cluster.worlds["a"]
 
         async def broken(attempt: Attempt) -> AttemptResult:
@@ -158,11 +158,11 @@ def test_a_destination_whose_breaker_is_open_is_named() -> None:
         assert place.failures >= a.config.delivery.breaker_failures
         assert place.held > 100
 
-    in_cluster("a", story)
+    in_cluster("a", scenario)
 
 
 def test_a_member_that_cannot_be_asked_is_shown_with_the_reason() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         cluster.wires.instead["b"] = refused
         status = await cluster.ask()
         member = at(status, "b")
@@ -170,11 +170,11 @@ def test_a_member_that_cannot_be_asked_is_shown_with_the_reason() -> None:
         assert member.shards == len(cluster.worlds["b"].engine.shards)
         assert at(status, "c").unreachable is None
 
-    in_cluster("abc", story)
+    in_cluster("abc", scenario)
 
 
 def test_members_are_asked_at_the_same_time_and_not_for_long() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         for name in "bcd":
             cluster.wires.instead[name] = silence
         started_ms = cluster.clock.boot_ms()
@@ -182,22 +182,22 @@ def test_members_are_asked_at_the_same_time_and_not_for_long() -> None:
         assert cluster.clock.boot_ms() - started_ms < 1_500
         assert [member.unreachable is None for member in status.members] == [True, False, False, False]
 
-    in_cluster("abcd", story)
+    in_cluster("abcd", scenario)
 
 
-def test_a_member_of_another_version_whose_answer_cannot_be_read_harms_nobody() -> None:
-    async def story(cluster: Cluster) -> None:
+def test_a_member_of_another_version_whose_answer_cannot_be_decoded_is_shown_as_unreachable() -> None:
+    async def scenario(cluster: Cluster) -> None:
         async def other_words() -> InstanceStatus:
             return msgspec.msgpack.decode(msgspec.msgpack.encode({"v": 9}), type=InstanceStatus)
 
         cluster.wires.instead["b"] = other_words
-        assert "cannot be read" in (at(await cluster.ask(), "b").unreachable or "")
+        assert "cannot be decoded" in (at(await cluster.ask(), "b").unreachable or "")
 
-    in_cluster("ab", story)
+    in_cluster("ab", scenario)
 
 
 def test_the_dead_stay_visible_and_their_shards_are_counted_until_others_have_them() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         engine = cluster.worlds["b"].engine
         shards = len(engine.shards)
         engine.abandon()
@@ -213,11 +213,11 @@ def test_the_dead_stay_visible_and_their_shards_are_counted_until_others_have_th
         assert not at(status, "b").alive
         assert (status.shard_counts.owned, status.unowned_shards) == (16, ())
 
-    in_cluster("ab", story)
+    in_cluster("ab", scenario)
 
 
 def test_of_a_crash_loop_the_last_dead_are_shown() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         for n in range(150):
             await cluster.store.join(Member(f"dead-{n}", f"host-{n}", 0, True, n))
             await cluster.store.mark_dead(f"dead-{n}", 0)
@@ -226,11 +226,11 @@ def test_of_a_crash_loop_the_last_dead_are_shown() -> None:
         assert status.members[0].self_
         assert status.members[1].instance_id == "dead-149"
 
-    in_cluster("a", story)
+    in_cluster("a", scenario)
 
 
 def test_a_skewed_member_is_the_worst_clock_and_says_why_it_is_not_ready() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         await cluster.join("late", offset_ms=-900)
         await asyncio.sleep(2)
         status = await cluster.ask()
@@ -241,11 +241,11 @@ def test_a_skewed_member_is_the_worst_clock_and_says_why_it_is_not_ready() -> No
         assert status.clock_skew_max_ms == 500
         assert status.ready  # who was asked
 
-    in_cluster("a", story)
+    in_cluster("a", scenario)
 
 
 def test_the_answer_stays_small_however_many_shards_there_are() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         await asyncio.sleep(0.25)  # between two looks of the engine, which would claim them
         await cluster.store.ensure_shards(16_384)
         world = cluster.worlds["a"]
@@ -256,11 +256,11 @@ def test_the_answer_stays_small_however_many_shards_there_are() -> None:
         detailed = await world.service.cluster_status(with_shards=True)
         assert [shard.shard_id for shard in detailed.shards or ()] == list(range(16_384))
 
-    in_cluster("a", story)
+    in_cluster("a", scenario)
 
 
 def test_shards_are_counted_by_whether_they_are_owned_free_or_of_the_dead() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         a, b = cluster.worlds["a"].engine, cluster.worlds["b"].engine
         of_b = len(b.shards)
         b.abandon()
@@ -271,11 +271,11 @@ def test_shards_are_counted_by_whether_they_are_owned_free_or_of_the_dead() -> N
         counts = (await cluster.ask()).shard_counts
         assert (counts.total, counts.owned, counts.free, counts.of_dead) == (16, 14 - of_b, 2, of_b)
 
-    in_cluster("ab", story)
+    in_cluster("ab", scenario)
 
 
 def test_each_shard_is_shown_with_its_memory_and_horizon_where_it_is_owned() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         a = cluster.worlds["a"]
         await a.create("t0", 20_000)
         service = a.service
@@ -291,11 +291,11 @@ def test_each_shard_is_shown_with_its_memory_and_horizon_where_it_is_owned() -> 
         others = [shard for shard in shards if shard.shard_id not in a.engine.shards]
         assert {(shard.in_memory, shard.horizon_ms) for shard in others} == {(None, None)}
 
-    in_cluster("ab", story)
+    in_cluster("ab", scenario)
 
 
 def test_lateness_and_age_of_the_cluster_are_those_of_its_worst_member() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         a, b = cluster.worlds["a"].engine, cluster.worlds["b"].engine
         for _ in range(10):
             a.telemetry.lateness.observe(0.001)
@@ -309,11 +309,11 @@ def test_lateness_and_age_of_the_cluster_are_those_of_its_worst_member() -> None
         assert quick.lateness_p50_ms < 1_000
         assert (status.lateness_p50_ms, status.lateness_p99_ms) == (slow.lateness_p50_ms, slow.lateness_p99_ms)
 
-    in_cluster("ab", story)
+    in_cluster("ab", scenario)
 
 
 def test_only_destinations_that_timers_wait_for_are_named() -> None:
-    async def story(cluster: Cluster) -> None:
+    async def scenario(cluster: Cluster) -> None:
         a = cluster.worlds["a"]
         assert own_words(await cluster.ask(), "a").held_for == ()
 
@@ -328,4 +328,4 @@ def test_only_destinations_that_timers_wait_for_are_named() -> None:
         await asyncio.sleep(2)
         assert [place.destination for place in own_words(await cluster.ask(), "a").held_for] == [URL]
 
-    in_cluster("a", story)
+    in_cluster("a", scenario)

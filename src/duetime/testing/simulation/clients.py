@@ -230,8 +230,8 @@ class SimClient:
                 break
             page = replace(page, cursor=answer[1])
         await self._send(lambda service: service.cluster_status())
-        await self._send(lambda service: service.list_namespaces())
-        await self._send(lambda service: service.get_namespace(self.namespace))
+        await self._send(lambda service: service.namespaces.list_all())
+        await self._send(lambda service: service.namespaces.get(self.namespace))
         await self._send(_read_status)
 
     async def send_invalid_request(self, timer: str) -> None:
@@ -247,13 +247,13 @@ class SimClient:
             lambda service: service.update(key, TimerPatch(callback_url=FORBIDDEN_URL)),
             lambda service: service.update(key, TimerPatch(callback_url=None)),
             lambda service: service.update(key, TimerPatch(headers=FORBIDDEN_HEADERS)),
-            lambda service: service.create_namespace(NamespaceSpec(name="")),
-            lambda service: service.create_namespace(NamespaceSpec(name="wide", num_shards=10**6)),
-            lambda service: service.create_namespace(NamespaceSpec(name="default", num_shards=7)),
-            lambda service: service.update_namespace(NamespaceSpec(name="default", num_shards=9)),
-            lambda service: service.update_namespace(NamespaceSpec(name="default", callback_url=FORBIDDEN_URL)),
-            lambda service: service.update_namespace(NamespaceSpec(name="default", signing_secrets=("whsec_…none",))),
-            lambda service: service.delete_namespace("default"),
+            lambda service: service.namespaces.create(NamespaceSpec(name="")),
+            lambda service: service.namespaces.create(NamespaceSpec(name="wide", num_shards=10**6)),
+            lambda service: service.namespaces.create(NamespaceSpec(name="default", num_shards=7)),
+            lambda service: service.namespaces.update(NamespaceSpec(name="default", num_shards=9)),
+            lambda service: service.namespaces.update(NamespaceSpec(name="default", callback_url=FORBIDDEN_URL)),
+            lambda service: service.namespaces.update(NamespaceSpec(name="default", signing_secrets=("whsec_…none",))),
+            lambda service: service.namespaces.delete("default"),
             lambda service: service.list_timers(TimerFilter(namespace="default", cursor="nonsense")),
         ]
         number = self.cluster.rng.randrange(len(calls))
@@ -469,7 +469,7 @@ class NamespaceClient:
             signing_secrets=(f"whsec_{self.name}{self._revision}",),
         )
         self.cluster.namespace_create_sent(self.name)
-        result, _ = await self._admin._send(lambda service: service.create_namespace(spec))
+        result, _ = await self._admin._send(lambda service: service.namespaces.create(spec))
         return result is Result.OK
 
     async def _first_timers(self) -> None:
@@ -483,20 +483,20 @@ class NamespaceClient:
     async def _update(self) -> None:
         self._revision += 1
         spec = NamespaceSpec(name=self.name, signing_secrets=(f"whsec_{self.name}{self._revision}",))
-        await self._admin._send(lambda service: service.update_namespace(spec))
+        await self._admin._send(lambda service: service.namespaces.update(spec))
 
     async def _empty(self) -> None:
         for client in self._clients:
             await client.delete_many([f"{client.name}-{n}" for n in range(5)])
 
     async def _delete(self) -> None:
-        result, _ = await self._admin._send(lambda service: service.delete_namespace(self.name))
+        result, _ = await self._admin._send(lambda service: service.namespaces.delete(self.name))
         if result is Result.OK:
             await self.cluster.namespace_deleted(self.name)
             # The number of shards is kept. (The namespace may have been created on first use, with the default number.)
             stored = self.cluster.database.stored_namespaces[self.name][-1]
             wider = NamespaceSpec(name=self.name, num_shards=stored.num_shards + 1)
-            result, _ = await self._admin._send(lambda service: service.create_namespace(wider))
+            result, _ = await self._admin._send(lambda service: service.namespaces.create(wider))
             if result is Result.OK:
                 what = "was created again with another number of shards"
                 self.cluster.violations.append(Violation("N", self.name, what, ""))

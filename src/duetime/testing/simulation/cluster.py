@@ -202,11 +202,11 @@ class Instance:
         self.create_task(cancel())
 
     async def take(self, forward: Forward) -> CommandAnswer:
-        return await asyncio.shield(self.service.take(forward))
+        return await asyncio.shield(self.service.forwarded.receive(forward))
 
     async def start(self) -> None:
         try:
-            await self.service.create_default_namespace()
+            await self.service.namespaces.create_default()
             await self.engine.start()
         except Exception as error:
             self.cluster.record(f"could not start {self.name}: {error!r}")

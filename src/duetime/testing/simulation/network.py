@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from duetime.delivery import Attempt
 from duetime.domain.instants import format_instant
-from duetime.domain.timer import AttemptResult, Contact, TimerKey
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import TimerKey
 from duetime.errors import DuetimeError, OutcomeUnknown, StoreError, StoreThrottled, StoreUnavailable
 from duetime.store import Batch, Committed
 from duetime.testing.checker import Callback, Fault, Violation
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["FORBIDDEN_HEADERS", "FORBIDDEN_URL", "Outage", "SimDeliverer", "SimStore", "name_in_history", "value_of"]
 
 FORBIDDEN_URL = "http://forbidden"
-FORBIDDEN_HEADERS = {"forbidden": "yes"}
+FORBIDDEN_HEADERS = {"host": "another"}
 
 _WRITES = frozenset({"commit", "claim", "release", "purge_reached", "join", "heartbeat", "mark_dead", "put_namespace"})
 
@@ -209,10 +210,6 @@ class SimDeliverer:
     def check(self, url: str) -> None:
         if url == FORBIDDEN_URL:
             raise ValueError("is forbidden")
-
-    def check_headers(self, headers: Mapping[str, str]) -> None:
-        if headers == FORBIDDEN_HEADERS:
-            raise ValueError("are forbidden")
 
     async def close(self) -> None: ...
 
