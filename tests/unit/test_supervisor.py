@@ -126,7 +126,9 @@ def test_the_ports_of_workers_follow_the_one_that_is_advertised() -> None:
     ],
 )
 def test_an_unusable_advertise_address_is_refused(advertise: str) -> None:
-    assert "cluster.advertise must be an address others can reach" in refusal(cluster__advertise=advertise)
+    assert "cluster.advertise must be host:port or host that other instances can reach" in refusal(
+        cluster__advertise=advertise
+    )
     with pytest.raises(ValueError):
         split_advertise(advertise)
 
@@ -137,12 +139,18 @@ def test_an_unusable_advertise_address_is_refused(advertise: str) -> None:
         ({"server__workers": 0}, "server.workers"),
         ({"cluster__worker_ports": 65_536}, "cluster.worker_ports"),
         ({"cluster__worker_ports": -1}, "cluster.worker_ports"),
-        ({"server__workers": 2, "cluster__worker_ports": 65_535}, "cluster.worker_ports must leave room for 2"),
-        ({"server__workers": 4, "cluster__worker_ports": 8460}, "cluster.worker_ports must be other ports"),
+        (
+            {"server__workers": 2, "cluster__worker_ports": 65_535},
+            "cluster.worker_ports must be at most 65534 for 2 workers",
+        ),
+        (
+            {"server__workers": 4, "cluster__worker_ports": 8460},
+            "cluster.worker_ports must not include the port of server.listen",
+        ),
         ({"server__workers": 2, "cluster__advertise": "a:80"}, "cluster.advertise must be a host without a port"),
         (
             {"server__workers": 2, "cluster__worker_ports": 7000, "cluster__advertise": "a:65535"},
-            "cluster.advertise must leave room for 2",
+            "cluster.advertise must have a port of at most 65534 for 2 workers",
         ),
     ],
 )

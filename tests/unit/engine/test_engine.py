@@ -566,7 +566,7 @@ class TestLease:
             rows = await world.store.shards()
             await world.store.join(Member("another", "elsewhere", 0, True, 0))
             await world.store.claim([Claim(row.shard_id, row.version, 7, "another", "elsewhere", 0) for row in rows])
-            with pytest.raises(Exception, match="moving to another instance"):
+            with pytest.raises(Exception, match="changing its owner"):
                 await world.create("a", 10_000, payload="2")
             found = await world.store.get_many([(shard_of("a", 16), A)])
             assert found[0].timer is not None
