@@ -221,9 +221,9 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
         "--store",
         type=_store_url,
         metavar="URL",
-        help="database of the timers: sqlite:///relative.db, sqlite:////absolute.db, memory:// (timers are lost when it "
-        "stops), or postgresql://user:password@host/database; also mysql, mariadb, tidb, mongodb, cassandra, dynamodb, oracle and "
-        "sqlserver (default sqlite:///duetime.db)",
+        help="database of the timers: sqlite:///relative.db, sqlite:////absolute.db, memory:// (timers are lost when "
+        "it stops), or postgresql://user:password@host/database; also mysql, mariadb, tidb, mongodb, cassandra, "
+        "dynamodb, oracle and sqlserver (default sqlite:///duetime.db)",
     )
     parser.add_argument(
         "--listen", type=_address, metavar="HOST:PORT", help="address of the HTTP API (default 127.0.0.1:8463)"
