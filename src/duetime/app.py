@@ -277,8 +277,8 @@ async def _serve(config: Config, worker: Worker | None) -> int:
 
 
 async def _until_stop(app: App, stop: asyncio.Event) -> int:
-    """Waits until we are told to stop or an internal error ends the engine, because a process that fires nothing must
-    not keep running. Returns the exit code."""
+    """Waits until the process has to stop or an internal error ends the engine, because a process that fires nothing
+    must not keep running. Returns the exit code."""
     stopped, failed = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(app.failed.wait())
     await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

@@ -10,7 +10,6 @@ Two clocks, both in whole milliseconds:
 from __future__ import annotations
 
 import time
-from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -25,20 +24,18 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clocks. Which clocks there are is looked up here and not at import time: the client imports this
-    module on Windows too, which has neither CLOCK_BOOTTIME nor CLOCK_MONOTONIC."""
+    """The machine's clocks."""
 
-    def __init__(self) -> None:
-        clock = getattr(time, "CLOCK_BOOTTIME", None)
-        if clock is None:
-            clock = getattr(time, "CLOCK_MONOTONIC", None)
-        self._boot_ns = time.monotonic_ns if clock is None else partial(time.clock_gettime_ns, clock)
+    # None on Windows, which has neither. The client imports this module there.
+    _boot_clock: int | None = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
 
     def wall_ms(self) -> int:
         return time.time_ns() // 1_000_000
 
     def boot_ms(self) -> int:
-        return self._boot_ns() // 1_000_000
+        if self._boot_clock is None:
+            return time.monotonic_ns() // 1_000_000
+        return time.clock_gettime_ns(self._boot_clock) // 1_000_000
 
 
 class OffsetBounds:

@@ -41,7 +41,7 @@ def refusal(**flags: Any) -> str:
     return str(caught.value)
 
 
-# --- the address an instance tells the others ----------------------------------------------------
+# --- the address that an instance advertises -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_worker_port_in_use_is_reported_before_a_worker_is_started() -> None:
 
 @contextlib.asynccontextmanager
 async def starting(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An instance whose store takes its time, and what makes it go on."""
+    """An instance whose store opens only after the returned event is set."""
     store = FaultyStore(MemoryStore())
     may_go_on = store.hold("migrate")
     monkeypatch.setattr("duetime.app.open_store", lambda url: store)

@@ -271,7 +271,9 @@ def test_watch_ends_when_the_timer_is_over_and_its_exit_code_shows_success(at: R
 def test_fire_now_does_not_wait_for_the_due_time(at: Run) -> None:
     at("timer", "create", "soon", *FAR, "--max-retries", "0")
     assert at("timer", "fire-now", "soon")[:2] == (0, "due now: soon\n")
-    assert at("timer", "watch", "soon")[0] == 1  # nobody listens at that address: it failed, but it fired
+    assert (
+        at("timer", "watch", "soon")[0] == 1
+    )  # no server listens at that address: the callback failed, but the timer fired
 
 
 @pytest.mark.parametrize(
@@ -625,7 +627,7 @@ def test_a_closed_pipe_is_not_a_traceback() -> None:
     assert writer.returncode in (0, 141)
 
 
-# --- how things look -----------------------------------------------------------------------------
+# --- formatting ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

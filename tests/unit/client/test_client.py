@@ -339,7 +339,7 @@ async def test_a_problem_becomes_an_error_of_its_class_and_is_not_retried(
         assert caught.value.field == answer.body.get("field")
 
 
-# --- what is repeated ----------------------------------------------------------------------------
+# --- retries ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("refusal", [NOT_APPLIED, BUSY])
@@ -636,7 +636,7 @@ def test_the_server_decodes_the_answers_of_a_receiver() -> None:
         again_at(datetime(2027, 1, 1))  # noqa: DTZ001 - the point of the test
 
 
-# --- promises to importers -----------------------------------------------------------------------
+# --- the public names ---------------------------------------------------------------------------
 
 
 def test_the_public_names_are_these() -> None:

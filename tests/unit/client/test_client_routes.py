@@ -198,7 +198,7 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
         await asyncio.sleep(0.01)
 
 
-# --- the way to the owner ------------------------------------------------------------------------
+# --- routes to the owner -------------------------------------------------------------------------
 
 
 async def test_a_call_about_a_timer_is_sent_to_its_owner_and_other_calls_to_the_url(
@@ -348,7 +348,7 @@ async def test_a_restarted_owner_is_verified_again_under_its_new_id(cluster: Clu
     await until(arrives_directly, "the owner is used again")
 
 
-# --- somebody is not there -----------------------------------------------------------------------
+# --- an instance is down -------------------------------------------------------------------------
 
 
 async def test_an_owner_that_is_down_is_bypassed_and_nothing_is_sent_twice(
@@ -476,24 +476,24 @@ def test_the_sync_client_takes_several_urls_too() -> None:
         Client([])
 
 
-# --- whom the token is shown to ------------------------------------------------------------------
+# --- which server gets the token -----------------------------------------------------------------
 
 
 async def test_another_server_at_a_discovered_address_gets_neither_timers_nor_the_token(
     cluster: Cluster, client: AsyncClient
 ) -> None:
-    stranger = Instance(Cluster(), "stranger")
-    await stranger.start()
-    cluster.addresses = [cluster.a.address, stranger.address]
+    other = Instance(Cluster(), "other")
+    await other.start()
+    cluster.addresses = [cluster.a.address, other.address]
     try:
         for timer_id in IDS[:20]:
             await client.create(timer_id, delay=1)
         await cluster.a.stop()
         with pytest.raises(ConnectionFailed):
             await client.create(IDS[0], delay=1)
-        assert stranger.posts == []
+        assert other.posts == []
     finally:
-        await stranger.stop()
+        await other.stop()
 
 
 @pytest.mark.parametrize(

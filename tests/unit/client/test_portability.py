@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 
 # Runs before the import. Python on Windows has none of these modules and names, and a client needs no database driver
-# and no uvloop. Names that the standard library itself uses on this system are left alone.
+# and no uvloop. Names that the standard library itself uses on this system are not removed.
 ANOTHER_SYSTEM = """
 import os, signal, socket, sys, time
 import asyncio, multiprocessing, ssl, subprocess, tempfile  # first: they choose their code by the real system
