@@ -451,7 +451,7 @@ class Lists(Harness):
         """Shards of very different size and pages much smaller than the whole, so that merging takes many rounds."""
         fences = [await take(store, shard_id) for shard_id in range(SHARDS)]
         timers: list[Timer] = []
-        for start in range(0, 1_200, 60):
+        for start in range(0, 600, 60):
             batches: dict[int, list[Timer]] = {}
             for number in range(start, start + 60):
                 batch = batches.setdefault(number % SHARDS if number % 7 else 0, [])
