@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from engine_world import URL, World
+from engine_world import URL, World, on_faulty
 from two_instances import Wires, of_two, owned_by
 
 from duetime.cluster.forwarding import CreateCommand, DeleteCommand, Forward, UpdateCommand
@@ -28,6 +28,7 @@ from duetime.errors import (
 )
 from duetime.service import forwarded
 from duetime.store import Claim
+from duetime.testing.faulty import FaultyStore
 
 
 def command_to(
@@ -151,6 +152,23 @@ def test_a_create_of_another_instance_says_whether_it_replaced_something() -> No
         assert a.engine.telemetry.created.value == 2
 
     of_two(scenario)
+
+
+def test_a_create_of_another_instance_is_acknowledged_after_its_namespace_was_read_again() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
+        commit = store.hold("commit")
+        answer = world.service.forwarded.receive(command_to(world, "a"))
+        await asyncio.sleep(0.1)
+        namespaces = store.hold("namespaces")
+        await asyncio.sleep(5)  # the last read of the namespaces is too old by now
+        commit.set()
+        await asyncio.sleep(0.1)
+        assert not answer.done()
+        namespaces.set()
+        assert isinstance(await answer, Created)
+        assert world.engine.telemetry.created.value == 1
+
+    on_faulty(scenario, namespaces__default_num_shards=16)
 
 
 def test_a_create_of_another_instance_waits_for_a_write_about_the_same_timer() -> None:
