@@ -152,7 +152,7 @@ class _MySql:
     async def _change(self, sql: str) -> None:
         from duetime.stores.mysql import connection as mysql_connection
 
-        assert await mysql_connection.ask(self._db, (sql,)) == [1]
+        assert await mysql_connection.execute(self._db, (sql,)) == [1]
 
 
 class _Mongo:

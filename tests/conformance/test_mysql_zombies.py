@@ -18,7 +18,7 @@ from duetime.store import Batch, Claim, Committed, Fence, ListQuery, PageRequest
 from duetime.stores.mysql import connection as mysql_connection
 from duetime.stores.mysql import schema as mysql_schema
 from duetime.stores.mysql import statements as mysql_statements
-from duetime.stores.mysql.connection import HOLD_SECONDS, Write, ask
+from duetime.stores.mysql.connection import HOLD_SECONDS, Write, execute
 from duetime.stores.mysql.store import MySqlStore
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_reached, all_timers, take
@@ -65,7 +65,7 @@ class Session:
         self.has_locks.set()
         await self.may_end.wait()
         if self.gives_up:
-            await ask(self.db, ("ROLLBACK",))
+            await execute(self.db, ("ROLLBACK",))
         elif commit is not None:
             await commit(self.db)
         return answer
@@ -105,7 +105,7 @@ class Scene:
         """Until it waits for a lock, as the server itself says."""
         where = WAITS[self.server_name].format(session.db.thread_id())
         for _ in range(100):
-            [rows] = await ask(self.looking, (f"SELECT 1 FROM {where}",))
+            [rows] = await execute(self.looking, (f"SELECT 1 FROM {where}",))
             if rows:
                 return
             await asyncio.sleep(0.12)  # InnoDB's table of transactions is made anew if nobody looks for 0.1 s
@@ -378,5 +378,5 @@ async def _some_of_everything(store: MySqlStore, fence: Fence, number: int) -> N
 
 async def _rows_read(scene: Scene) -> int:
     """By all sessions, in whatever way."""
-    [rows] = await ask(scene.looking, ("SHOW GLOBAL STATUS LIKE 'Handler_read%'",))
+    [rows] = await execute(scene.looking, ("SHOW GLOBAL STATUS LIKE 'Handler_read%'",))
     return sum(int(value) for name, value in rows if name != "Handler_read_retry")

@@ -58,7 +58,6 @@ _PASSING_CHECKS = frozenset({"members", "addresses", "shards"})
 _LOOK_PAUSE_S = 0.5
 _SETTLING_MS = 2_000  # to claim and load what a dead member had
 _BEATS_WATCHED = 4
-_DANGER = "danger: "  # how a store's own diagnosis marks what endangers the timers
 
 
 async def doctor(arguments: Arguments) -> int:
@@ -195,7 +194,7 @@ async def _examined(store: Store, config: Config, status: ClusterStatus | None) 
             yield Finding("store", GOOD, says)
         else:
             yield Finding("store", NOTE, says, "it is in memory: timers are lost when the process ends")
-        async for finding in _own_words(store):
+        async for finding in _database(store):
             yield finding
         if not store.capabilities.exclusive:
             async for finding in _rows(store, config, status):
@@ -203,28 +202,23 @@ async def _examined(store: Store, config: Config, status: ClusterStatus | None) 
     except SchemaMismatch as error:
         advice = "a start of `duetime serve` makes the tables or updates them; a newer schema needs a newer Duetime"
         yield Finding("store", WRONG, error.detail, "this version can neither read nor write it", advice)
-        async for finding in _own_words(store):
+        async for finding in _database(store):
             yield finding
     except DuetimeError as error:
         yield Finding("store", WRONG, error.detail, "without it nothing is written, and soon nothing is fired")
 
 
-async def _own_words(store: Store) -> AsyncIterator[Finding]:
-    """What the store has to say about its database, if it has anything to say."""
-    diagnose = getattr(store, "diagnose", None)
-    if diagnose is None:
-        return
+async def _database(store: Store) -> AsyncIterator[Finding]:
+    """What the store reports about its database server."""
     try:
-        sentences = [str(sentence) for sentence in await diagnose()]
+        diagnosis = await store.diagnose()
     except DuetimeError as error:
         yield Finding("database", WRONG, error.detail)
         return
-    for sentence in sentences:
-        if sentence.startswith(_DANGER):
-            what, _, why = sentence.removeprefix(_DANGER).partition(": ")
-            yield Finding("database", WRONG, what, why, "change that setting of the database")
-    if facts := [sentence for sentence in sentences if not sentence.startswith(_DANGER)]:
-        yield Finding("database", GOOD, "; ".join(facts))
+    for danger in diagnosis.dangers:
+        yield Finding("database", WRONG, danger.problem, danger.consequence, "change that setting of the database")
+    if diagnosis.facts:
+        yield Finding("database", GOOD, "; ".join(diagnosis.facts))
 
 
 # --- the cluster, by the rows of its store -------------------------------------------------------

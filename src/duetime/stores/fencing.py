@@ -12,13 +12,13 @@ from duetime.store import Batch, Committed, Fence
 
 __all__ = [
     "NOTHING_REPLACED",
-    "as_a_whole",
+    "all_or_error",
     "committed",
-    "each_by_itself",
+    "each_shard_separately",
     "in_steps",
     "lost",
     "reading",
-    "turns",
+    "shard_rounds",
     "writing",
 ]
 
@@ -59,7 +59,7 @@ def lost(fence: Fence) -> ShardLost:
     return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
 
 
-def turns(shard_ids: Sequence[int]) -> list[list[int]]:
+def shard_rounds(shard_ids: Sequence[int]) -> list[list[int]]:
     """Indexes in groups to be done one after the other, so that no group names a shard twice. Normally one.
 
     Each in the order of shards, which is the order in which everybody locks.
@@ -106,7 +106,7 @@ def in_steps(run: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     return step
 
 
-async def each_by_itself(
+async def each_shard_separately(
     wishes: Sequence[T], shard_ids: Sequence[int], act: Callable[[T], Awaitable[R]]
 ) -> list[R | StoreError]:
     """Where each shard is written by itself: a shard's wishes one after the other, those of different shards at once.
@@ -126,14 +126,14 @@ async def each_by_itself(
         except StoreError as error:
             answers[index] = failed[shard_id] = error
 
-    for turn in turns(shard_ids):
+    for turn in shard_rounds(shard_ids):
         for unforeseen in await asyncio.gather(*map(one, turn), return_exceptions=True):
             if unforeseen is not None:
                 raise unforeseen
     return [answers[index] for index in range(len(wishes))]
 
 
-def as_a_whole(answers: Sequence[R | StoreError]) -> list[R]:
+def all_or_error(answers: Sequence[R | StoreError]) -> list[R]:
     """For a call that succeeds or fails as a whole; a ShardLost is an answer like any other. If one failed and another
     was applied, it is no longer true that nothing was."""
     failures = [answer for answer in answers if isinstance(answer, StoreError) and not isinstance(answer, ShardLost)]

@@ -14,9 +14,9 @@ from msgspec import Struct
 
 from duetime.domain.timer import Position, Reached, Timer
 from duetime.store import Listing, ListQuery, Unreadable
-from duetime.stores.rows import LARGEST, LAST_MS, PLAIN, Reading, readable
+from duetime.stores.rows import DEFAULT_ROW_READER, LARGEST, LAST_MS, RowReader, readable
 
-__all__ = ["Collected", "Item", "Piece", "Scan", "matches", "matching", "merged"]
+__all__ = ["Item", "ListingBuilder", "Scan", "ScanResult", "matches", "matching", "merge_scans"]
 
 LIST_ROWS_MAX = 20_000  # rows one call looks at
 LIST_PAGE_MAX = 256
@@ -34,7 +34,7 @@ class Scan(Struct, frozen=True):
     count: int
 
 
-class Piece(Struct, frozen=True):
+class ScanResult(Struct, frozen=True):
     """The answer to a scan. `ended`: nothing is behind it; else it has something, if perhaps less than asked for."""
 
     items: Sequence[Item]
@@ -55,7 +55,9 @@ def matches(query: ListQuery, item: Timer | Reached) -> bool:
     )
 
 
-def matching(query: ListQuery, row: Any, reading: Reading = PLAIN) -> Timer | Reached | Unreadable | None:
+def matching(
+    query: ListQuery, row: Any, reading: RowReader = DEFAULT_ROW_READER
+) -> Timer | Reached | Unreadable | None:
     """The item of a row, if it matches the query. A row that cannot be decoded is compared by namespace and id only."""
     item: Timer | Reached | Unreadable
     if query.outcomes:
@@ -68,14 +70,14 @@ def matching(query: ListQuery, row: Any, reading: Reading = PLAIN) -> Timer | Re
     return item if matches(query, item) else None
 
 
-async def merged(
-    query: ListQuery, fetch: Callable[[Sequence[Scan]], Awaitable[list[Piece]]], *, in_one_scan: bool = False
+async def merge_scans(
+    query: ListQuery, fetch: Callable[[Sequence[Scan]], Awaitable[list[ScanResult]]], *, in_order: bool = False
 ) -> Listing:
-    """`fetch` answers a piece for each scan. `in_one_scan`: there is an index that has them all in order already;
+    """`fetch` answers a piece for each scan. `in_order`: there is an index that has them all in order already;
     then its `shard_id` is the number of shards."""
-    streams = _streams(query, in_one_scan)
+    streams = _streams(query, in_order)
     rows_left = LIST_ROWS_MAX  # the first pages are free of it: without them nothing can be merged
-    found = Collected(query)
+    found = ListingBuilder(query)
     seen: Position | None = None
     wanting = streams
     while wanting:
@@ -93,7 +95,7 @@ async def merged(
     return found.listing(None)
 
 
-class Collected:
+class ListingBuilder:
     """What a list has collected so far."""
 
     def __init__(self, query: ListQuery) -> None:
@@ -132,7 +134,7 @@ class _Stream:
     def scan(self) -> Scan:
         return Scan(self.shard_id, self.after, self.until_ms, self.page)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ScanResult) -> None:
         self.ended = piece.ended
         self.items = [*self.items[self.first :], *piece.items]
         self.first = 0
@@ -141,14 +143,14 @@ class _Stream:
             self.after = piece.items[-1][0]
 
 
-def _streams(query: ListQuery, in_one_scan: bool) -> list[_Stream]:
+def _streams(query: ListQuery, in_order: bool) -> list[_Stream]:
     after, until_ms = query.after, LAST_MS
     if not query.outcomes:  # then the due range bounds the scan itself
         if query.due_from_ms is not None:
             after = max(after, Position(query.due_from_ms - 1, LARGEST, LARGEST))
         if query.due_until_ms is not None:
             until_ms = query.due_until_ms - 1
-    if in_one_scan:
+    if in_order:
         return [_Stream(query.num_shards, after, until_ms, query.limit + 1)]
     # Matches come evenly from all shards; a page that turns out too short is followed by a longer one.
     page = 2 + query.limit * 2 // query.num_shards

@@ -20,18 +20,18 @@ from duetime.store import Found, Page, Unreadable
 from duetime.telemetry import log
 
 __all__ = [
-    "ENDS_MAX",
+    "DEFAULT_ROW_READER",
     "FIRST_MS",
     "KEY_COLUMNS",
     "LARGEST",
     "LAST_MS",
-    "PLAIN",
     "REACHED_COLUMNS",
+    "REACHED_ROWS_MAX",
     "TIMER_COLUMNS",
     "TIMES",
-    "Ends",
-    "Reading",
     "Row",
+    "RowReader",
+    "StoredRows",
     "as_json",
     "bound_ms",
     "check_types",
@@ -41,7 +41,7 @@ __all__ = [
     "namespaces_of",
     "page_of",
     "page_of_items",
-    "place_of",
+    "position_of",
     "reached_of",
     "reached_values",
     "readable",
@@ -197,11 +197,11 @@ def reached_of(row: Row) -> Reached:
 # A row may be damaged by hand, by a restore or by a disk, or written by a version that should not use this database.
 # One such row must not prevent any other from being read.
 
-ENDS_MAX: Final = 100  # reached rows of one timer that are read if the newest cannot be decoded
+REACHED_ROWS_MAX: Final = 100  # reached rows of one timer that are read if the newest cannot be decoded
 ERROR_CHARS_MAX: Final = 200
 
 
-def place_of(row: Row) -> Position:
+def position_of(row: Row) -> Position:
     return Position(row[0], row[1], row[2])
 
 
@@ -210,19 +210,19 @@ def name_of(row: Row) -> tuple[Any, Any]:
     return row[3], row[4]
 
 
-class Reading(Struct, frozen=True):
+class RowReader(Struct, frozen=True):
     """How the rows of a database are read."""
 
     timer: Callable[[Any], Timer] = timer_of
     reached: Callable[[Any], Reached] = reached_of
-    place: Callable[[Any], Position] = place_of
+    place: Callable[[Any], Position] = position_of
     name: Callable[[Any], tuple[Any, Any]] = name_of
 
 
-PLAIN: Final = Reading()
+DEFAULT_ROW_READER: Final = RowReader()
 
 
-def page_of(rows: Sequence[Any], after: Position | None, reading: Reading = PLAIN) -> Page:
+def page_of(rows: Sequence[Any], after: Position | None, reading: RowReader = DEFAULT_ROW_READER) -> Page:
     """The timers of some rows. They are decoded one by one only if one of them cannot be decoded."""
     read = reading.timer
     try:
@@ -242,7 +242,7 @@ def page_of_items(items: Iterable[Timer | Unreadable], after: Position | None) -
     return Page(timers, after, unreadable)
 
 
-def readable(row: Any, read: Callable[[Any], T], reading: Reading = PLAIN) -> T | Unreadable:
+def readable(row: Any, read: Callable[[Any], T], reading: RowReader = DEFAULT_ROW_READER) -> T | Unreadable:
     try:
         return read(row)
     except Exception as error:
@@ -250,12 +250,14 @@ def readable(row: Any, read: Callable[[Any], T], reading: Reading = PLAIN) -> T 
         return Unreadable(reading.place(row), _text(namespace), _text(timer_id), in_one_line(error))
 
 
-Ends = tuple[Mapping[K, Any], Mapping[K, Sequence[Any]]]
+StoredRows = tuple[Mapping[K, Any], Mapping[K, Sequence[Any]]]
 """What is stored under some keys: the rows of timers, and the reached rows of earlier timers."""
 
 
 async def found_by_key(
-    keys: Sequence[K], ask: Callable[[Sequence[K], int], Awaitable[Ends[K]]], reading: Reading = PLAIN
+    keys: Sequence[K],
+    ask: Callable[[Sequence[K], int], Awaitable[StoredRows[K]]],
+    reading: RowReader = DEFAULT_ROW_READER,
 ) -> dict[K, Found]:
     """`keys` has no duplicates. `ask` returns that many of the newest reached rows of each key. More than one is asked
     for only if the newest cannot be decoded."""
@@ -263,12 +265,12 @@ async def found_by_key(
     found = {key: found_of(timers.get(key), ends.get(key, ()), reading) for key in keys}
     again = [key for key, item in found.items() if item.reached is None and key in ends]
     if again:
-        timers, ends = await ask(again, ENDS_MAX)
+        timers, ends = await ask(again, REACHED_ROWS_MAX)
         found |= {key: found_of(timers.get(key), ends.get(key, ()), reading) for key in again}
     return found
 
 
-def found_of(timer: Any | None, ends: Sequence[Any], reading: Reading = PLAIN) -> Found:
+def found_of(timer: Any | None, ends: Sequence[Any], reading: RowReader = DEFAULT_ROW_READER) -> Found:
     """Decodes the row of a timer and some of its reached rows."""
     try:
         if len(ends) <= 1:

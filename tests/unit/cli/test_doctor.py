@@ -15,7 +15,7 @@ from duetime.cli.doctor import _examined
 from duetime.client import ClusterStatus, HeldFor, Member, ShardCounts
 from duetime.config import load_config
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
-from duetime.store import Claim
+from duetime.store import Claim, Danger, Diagnosis
 from duetime.store import Member as MemberRow
 from duetime.stores.memory import MemoryStore
 from duetime.testing.virtual import VirtualClock, run_virtual
@@ -280,8 +280,8 @@ def test_a_server_that_is_on_another_store_is_noticed() -> None:
 
 
 class Talkative(MemoryStore):
-    async def diagnose(self) -> list[str]:
-        return ["PostgreSQL 18.1", "danger: fsync is off: a crash may destroy everything"]
+    async def diagnose(self) -> Diagnosis:
+        return Diagnosis(["PostgreSQL 18.1"], [Danger("fsync is off", "a crash may destroy everything")])
 
 
 def test_a_store_is_heard_about_its_own_database() -> None:

@@ -9,7 +9,15 @@ import pytest
 from duetime.domain.timer import Timer, uuid_of
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.store import Batch, Committed, Fence
-from duetime.stores.fencing import NOTHING_REPLACED, as_a_whole, committed, each_by_itself, in_steps, lost, turns
+from duetime.stores.fencing import (
+    NOTHING_REPLACED,
+    all_or_error,
+    committed,
+    each_shard_separately,
+    in_steps,
+    lost,
+    shard_rounds,
+)
 
 LOST, AWAY, UNKNOWN = ShardLost("lost"), StoreUnavailable("away"), OutcomeUnknown("who knows")
 
@@ -41,7 +49,7 @@ def put(timer_id: str) -> Timer:
 def test_a_turn_names_no_shard_twice_and_goes_in_the_order_of_shards(
     shard_ids: list[int], expected: list[list[int]]
 ) -> None:
-    assert turns(shard_ids) == expected
+    assert shard_rounds(shard_ids) == expected
 
 
 def test_what_was_replaced_is_told_for_each_batch_by_the_place_in_its_own_puts() -> None:
@@ -92,7 +100,7 @@ async def test_the_error_of_one_is_its_answer_and_stops_what_comes_after_it_in_i
             raise AWAY
         return wish.upper()
 
-    answers = await each_by_itself(["a1", "b1", "a2", "b2", "c1"], [1, 2, 1, 2, 3], act)
+    answers = await each_shard_separately(["a1", "b1", "a2", "b2", "c1"], [1, 2, 1, 2, 3], act)
     assert answers == ["A1", AWAY, "A2", AWAY, "C1"]
     assert done == ["a1", "b1", "c1", "a2"]
 
@@ -108,7 +116,7 @@ async def test_an_error_that_nobody_foresaw_is_raised_when_all_have_ended() -> N
         return wish
 
     with pytest.raises(ZeroDivisionError):
-        await each_by_itself([0, 1, 2], [0, 1, 2], act)
+        await each_shard_separately([0, 1, 2], [0, 1, 2], act)
     assert done == [1, 2]
 
 
@@ -130,7 +138,7 @@ def test_a_call_as_a_whole_is_certain_only_if_each_part_is(
     answers: list[int | StoreError | None], outcome: list[object] | type[StoreError]
 ) -> None:
     if isinstance(outcome, list):
-        assert as_a_whole(answers) == outcome
+        assert all_or_error(answers) == outcome
     else:
         with pytest.raises(outcome):
-            as_a_whole(answers)
+            all_or_error(answers)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from duetime.domain.timer import BEFORE_ALL, Extras, Outcome, Position, Reached, Timer, shard_of, uuid_of
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Item, Piece, Scan, matches, merged
+from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Item, Scan, ScanResult, matches, merge_scans
 from duetime.stores.rows import LARGEST, LAST_MS
 
 SHARDS = 4
@@ -60,19 +60,19 @@ class Database:
         self.query = replace(self.query, **fields)
         self.calls.clear()
         self.rows_read = 0
-        return await merged(self.query, self.fetch)
+        return await merge_scans(self.query, self.fetch)
 
-    async def fetch(self, scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(self, scans: Sequence[Scan]) -> list[ScanResult]:
         self.calls.append(list(scans))
         return [self._piece(scan, self.shards[scan.shard_id]) for scan in scans]
 
-    def _piece(self, scan: Scan, rows: list[Timer | Reached]) -> Piece:
+    def _piece(self, scan: Scan, rows: list[Timer | Reached]) -> ScanResult:
         start = bisect_right(rows, scan.after, key=lambda row: row.position)
         end = bisect_right(rows, scan.until_ms, key=lambda row: row.position.execute_at_ms)
         page = rows[start : min(end, start + scan.count, start + self.most)]
         self.rows_read += len(page)
         items: list[Item] = [(row.position, row if matches(self.query, row) else None) for row in page]
-        return Piece(items, not page if self.late else start + len(page) >= end)
+        return ScanResult(items, not page if self.late else start + len(page) >= end)
 
     async def walk(self, **fields: Any) -> list[Any]:
         """All pages, one after the other."""
@@ -183,16 +183,16 @@ async def test_a_call_goes_on_until_something_is_in_order_however_many_rows_that
     shards = LIST_ROWS_MAX // 2 + 1
     read: list[int] = []
 
-    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
         read.append(len(scans))
         pieces = []
         for scan in scans:
             start = max(scan.after.execute_at_ms + 1, 0)
             items: list[Item] = [(Position(at, scan.shard_id, 0), None) for at in range(start, min(start + 2, 4))]
-            pieces.append(Piece(items, start + 2 >= 4))
+            pieces.append(ScanResult(items, start + 2 >= 4))
         return pieces
 
-    listing = await merged(ListQuery(namespace="ours", num_shards=shards, limit=10), fetch)
+    listing = await merge_scans(ListQuery(namespace="ours", num_shards=shards, limit=10), fetch)
     assert read[0] == shards
     assert listing.next is not None
     assert listing.next >= Position(1, 0, 0)
@@ -207,15 +207,15 @@ class Script:
         self.calls = 0
 
     async def page(self, limit: int = 10) -> Listing:
-        return await merged(ListQuery(namespace="ours", num_shards=len(self.pieces), limit=limit), self.fetch)
+        return await merge_scans(ListQuery(namespace="ours", num_shards=len(self.pieces), limit=limit), self.fetch)
 
-    async def fetch(self, scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(self, scans: Sequence[Scan]) -> list[ScanResult]:
         self.calls += 1
         return [self._piece(scan, *self.pieces[scan.shard_id].pop(0)) for scan in scans]
 
-    def _piece(self, scan: Scan, count: int, ended: bool) -> Piece:
+    def _piece(self, scan: Scan, count: int, ended: bool) -> ScanResult:
         first = max(scan.after.execute_at_ms, 0) + 1
-        return Piece([(Position(at, scan.shard_id, 0), None) for at in range(first, first + count)], ended)
+        return ScanResult([(Position(at, scan.shard_id, 0), None) for at in range(first, first + count)], ended)
 
 
 async def test_a_piece_that_is_empty_but_not_the_end_is_read_on_and_nothing_overtakes_it() -> None:
@@ -273,11 +273,11 @@ async def test_with_an_index_over_all_shards_one_scan_is_enough() -> None:
     database = Database(timers, shards=1)
     scans: list[Scan] = []
 
-    async def fetch(wanted: Sequence[Scan]) -> list[Piece]:
+    async def fetch(wanted: Sequence[Scan]) -> list[ScanResult]:
         scans.extend(wanted)
         return await database.fetch([replace(scan, shard_id=0) for scan in wanted])
 
-    listing = await merged(ListQuery(namespace="ours", num_shards=SHARDS, limit=10), fetch, in_one_scan=True)
+    listing = await merge_scans(ListQuery(namespace="ours", num_shards=SHARDS, limit=10), fetch, in_order=True)
     assert listing.timers == timers[:10]
     assert listing.next == timers[9].position
     assert [(scan.shard_id, scan.count) for scan in scans] == [(SHARDS, 11)]

@@ -12,19 +12,11 @@ from asyncmy.constants import ER
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
 from duetime.store import Fence
-from duetime.stores.mysql import connection as mysql_connection
+from duetime.stores.mysql import errors as mysql_errors
 from duetime.stores.mysql import statements as mysql_statements
-from duetime.stores.mysql.connection import (
-    MAY_HAVE_COMMITTED,
-    RolledBack,
-    _Driver,
-    address_of,
-    conclude,
-    may_have_committed,
-    setup_error,
-    store_error,
-)
-from duetime.stores.sessions import Again
+from duetime.stores.mysql.connection import _Driver, address_of, execute_and_commit
+from duetime.stores.mysql.errors import MAY_HAVE_COMMITTED, RolledBack, may_have_committed, setup_error, store_error
+from duetime.stores.sessions import RetryAtOnce
 
 ADDRESS = address_of("mysql://me:secret@db.example/timers")
 
@@ -46,13 +38,13 @@ def test_every_error_the_driver_knows_is_listed() -> None:
 
 def test_whatever_is_said_about_an_error_is_about_one_that_is_listed() -> None:
     said = {
-        *mysql_connection._TRY_AGAIN,
-        *mysql_connection._OVERLOADED,
-        *mysql_connection._MOVED,
-        *mysql_connection._MESSAGES,
+        *mysql_errors._RETRY_AT_ONCE,
+        *mysql_errors._OVERLOADED,
+        *mysql_errors._RECONNECT,
+        *mysql_errors._MESSAGES,
     }
-    assert said | mysql_connection._EXPLANATIONS.keys() <= MAY_HAVE_COMMITTED.keys()
-    assert not any(MAY_HAVE_COMMITTED[number] for number in mysql_connection._TRY_AGAIN), (
+    assert said | mysql_errors._EXPLANATIONS.keys() <= MAY_HAVE_COMMITTED.keys()
+    assert not any(MAY_HAVE_COMMITTED[number] for number in mysql_errors._RETRY_AT_ONCE), (
         "else it must not be tried again"
     )
 
@@ -95,7 +87,7 @@ def test_what_was_answered_with_these_was_rolled_back(number: int) -> None:
 
 @pytest.mark.parametrize("number", [1205, 1213, 8002, 8028, 9007])
 def test_conflicts_are_worth_another_try(number: int) -> None:
-    assert isinstance(store_error(_raised(number), writing=True), Again)
+    assert isinstance(store_error(_raised(number), writing=True), RetryAtOnce)
 
 
 @pytest.mark.parametrize("number", [1040, 1203, 1226, 8252])
@@ -129,7 +121,7 @@ def test_a_connection_whose_commit_failed_is_not_used_again() -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (_raised(1045), "refuses the user or the password"),
+        (_raised(1045), "rejects the user or the password"),
         (_raised(1044), "GRANT ALL"),
         (_raised(1049), "CREATE DATABASE"),
         (_raised(1142), "GRANT SELECT, INSERT, UPDATE, DELETE"),
@@ -140,7 +132,7 @@ def test_a_connection_whose_commit_failed_is_not_used_again() -> None:
     ],
 )
 def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
-    said = setup_error(ADDRESS, error)
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert says in said.detail
     assert said.field == "store.url"
@@ -150,14 +142,14 @@ def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, say
 def test_a_certificate_that_is_not_trusted_is_not_a_server_that_is_away() -> None:
     error = _raised(2003)
     error.__cause__ = ssl.SSLCertVerificationError("self-signed")
-    said = setup_error(ADDRESS, error)
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert "TLS" in said.detail
 
 
 @pytest.mark.parametrize("error", [_raised(2003), TimeoutError(), _raised(1040), _raised(2013)])
 def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
-    assert isinstance(setup_error(ADDRESS, error), StoreUnavailable)
+    assert isinstance(setup_error(ADDRESS.label, error), StoreUnavailable)
 
 
 # --- transactions --------------------------------------------------------------------------------
@@ -186,13 +178,13 @@ class _Refusing:
 @pytest.mark.parametrize(("answers", "kind"), [(0, RolledBack), (1, RolledBack), (2, asyncmy.OperationalError)])
 async def test_an_error_before_the_commit_in_the_same_message_is_no_doubt(answers: int, kind: type[Exception]) -> None:
     with pytest.raises(kind) as caught:
-        await conclude(_Refusing(answers, _raised(1317)), ["DELETE …", "INSERT …"])
+        await execute_and_commit(_Refusing(answers, _raised(1317)), ["DELETE …", "INSERT …"])
     assert may_have_committed(caught.value) is (kind is not RolledBack)
 
 
 async def test_a_connection_that_ends_before_the_commit_in_the_same_message_is_one() -> None:
     with pytest.raises(asyncmy.OperationalError) as caught:
-        await conclude(_Refusing(0, _raised(2013)), ["DELETE …", "INSERT …"])
+        await execute_and_commit(_Refusing(0, _raised(2013)), ["DELETE …", "INSERT …"])
     assert may_have_committed(caught.value)
 
 

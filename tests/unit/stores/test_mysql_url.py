@@ -50,7 +50,7 @@ def test_options_are_those_of_the_clients_however_they_are_spelled() -> None:
         ("mysql://h/db?ssl=true", "'ssl'"),
         ("mysql://h/db?charset=latin1", "'charset'"),
         ("mysql://h/db?ssl-mode=yes", "ssl-mode=yes"),
-        ("mysql://h/db?novalue", "cannot be read"),
+        ("mysql://h/db?novalue", "cannot be parsed"),
         ("mysql://h:port/db", "port"),
         ("mysql://h", "names no database"),
         ("mysql://h/", "names no database"),

@@ -12,17 +12,9 @@ import pytest
 from oracledb import errors as driver
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
-from duetime.stores.oracle.connection import (
-    DRIVER_MAY_HAVE_COMMITTED,
-    MAY_HAVE_COMMITTED,
-    Line,
-    Link,
-    address_of,
-    connect,
-    setup_error,
-    store_error,
-)
-from duetime.stores.sessions import Again
+from duetime.stores.oracle.connection import Connection, SessionPool, address_of, connect
+from duetime.stores.oracle.errors import DRIVER_MAY_HAVE_COMMITTED, MAY_HAVE_COMMITTED, setup_error, store_error
+from duetime.stores.sessions import RetryAtOnce
 
 ADDRESS = address_of("oracle://me:secret@db.example/timers")
 
@@ -72,7 +64,7 @@ def test_a_statement_that_was_answered_with_these_was_rolled_back(code: int) -> 
 
 
 def test_a_deadlock_is_worth_another_try_and_too_many_sessions_a_pause() -> None:
-    assert isinstance(store_error(_raised(60), writing=True), Again)
+    assert isinstance(store_error(_raised(60), writing=True), RetryAtOnce)
     assert isinstance(store_error(_raised(12519), writing=True), StoreThrottled)
 
 
@@ -107,28 +99,28 @@ def test_what_nobody_listed_is_unknown_on_a_write() -> None:
 
 def test_the_server_is_heard_and_not_the_drivers_help_page() -> None:
     said = store_error(_raised(3113), writing=True).detail
-    assert said == "oracle: the connection broke (ORA-03113: words of the server)"
+    assert said == "oracle: the connection was lost (ORA-03113: words of the server)"
 
 
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (_raised(1017), "refuses the user or the password"),
+        (_raised(1017), "rejects the user or the password"),
         (_raised(28000), "locked"),
         (_raised(28001), "expired"),
         (_raised(1045), "CREATE SESSION"),
         (_raised(1031), "GRANT CREATE SESSION, CREATE TABLE"),
         (_raised(1950), "QUOTA"),
         (_raised(955), "another program"),
-        (_raised(12514), "knows no such service"),
+        (_raised(12514), "does not have this service"),
         (_raised(16000), "standby"),
         (_by_the_driver(driver.ERR_SERVER_VERSION_NOT_SUPPORTED), "too old"),
-        (_by_the_driver(driver.ERR_INVALID_SERVICE_NAME), "knows no such service"),
+        (_by_the_driver(driver.ERR_INVALID_SERVICE_NAME), "does not have this service"),
         (ssl.SSLCertVerificationError("x"), "TLS"),
     ],
 )
 def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
-    said = setup_error(ADDRESS, error)
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert says in said.detail
     assert said.field == "store.url"
@@ -149,7 +141,7 @@ def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, say
     ],
 )
 def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
-    assert isinstance(setup_error(ADDRESS, error), StoreUnavailable)
+    assert isinstance(setup_error(ADDRESS.label, error), StoreUnavailable)
 
 
 # --- connections ---------------------------------------------------------------------------------
@@ -158,7 +150,7 @@ def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception
 async def test_a_port_that_nobody_listens_on_is_a_server_that_is_away() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        line = Line(address_of(f"oracle://me:secret@127.0.0.1:{taken.getsockname()[1]}/test"), 1, 1.0, 1.0)
+        line = SessionPool(address_of(f"oracle://me:secret@127.0.0.1:{taken.getsockname()[1]}/test"), 1, 1.0, 1.0)
         with pytest.raises(StoreUnavailable, match="cannot be reached") as caught:
             await line.read(_nothing)
         assert "secret" not in caught.value.detail
@@ -172,7 +164,7 @@ async def test_a_server_that_says_nothing_is_not_waited_for() -> None:
             await connect(address, 0.3)
 
 
-async def _nothing(link: Link) -> None:
+async def _nothing(link: Connection) -> None:
     raise AssertionError("there is no connection")
 
 
@@ -190,11 +182,11 @@ class _Connection:
 
 async def test_a_connection_that_is_given_up_is_not_waited_for_any_more() -> None:
     connection = _Connection()
-    link = Link(cast(Any, connection), "history")
+    link = Connection(cast(Any, connection), "history")
     begun = asyncio.Event()
     ended = asyncio.Event()
 
-    async def work(link: Link) -> None:
+    async def work(link: Connection) -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
@@ -213,12 +205,12 @@ async def test_a_connection_that_is_given_up_is_not_waited_for_any_more() -> Non
 
 
 async def test_work_that_fails_or_succeeds_is_heard_as_it_is() -> None:
-    link = Link(cast(Any, _Connection()), "history")
+    link = Connection(cast(Any, _Connection()), "history")
 
-    async def succeeds(link: Link) -> str:
+    async def succeeds(link: Connection) -> str:
         return link.history
 
-    async def fails(link: Link) -> None:
+    async def fails(link: Connection) -> None:
         raise _raised(60)
 
     assert await link.run(succeeds) == "history"

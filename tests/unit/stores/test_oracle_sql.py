@@ -76,8 +76,8 @@ def test_every_fence_looks_at_version_nonce_and_owner_of_a_row_that_it_changes()
 def test_a_migration_is_statements_without_the_comments_between_them() -> None:
     made = [
         statement.partition(" (")[0].split()[:4]
-        for migration in oracle_schema._MIGRATIONS
-        for statement in oracle_schema.statements(migration.read_text("utf-8"))
+        for text in oracle_schema._MIGRATIONS.texts
+        for statement in oracle_schema.statements(text)
     ]
     assert ["CREATE", "TABLE", "timers"] in made
     assert ["CREATE", "UNIQUE", "INDEX", "timers_by_id"] in made
@@ -86,7 +86,7 @@ def test_a_migration_is_statements_without_the_comments_between_them() -> None:
 
 
 def test_the_tables_have_every_column_that_is_written() -> None:
-    text = oracle_schema._MIGRATIONS[0].read_text("utf-8")
+    text = oracle_schema._MIGRATIONS.texts[0]
     for table, names in oracle_rows.COLUMNS.items():
         definition = text[text.index(f"CREATE TABLE {table} (") :].partition("\n)\n")[0]
         assert set(re.findall(r"^    (\w+) +[A-Z]", definition, re.MULTILINE)) - {"CONSTRAINT"} == {

@@ -75,7 +75,7 @@ def test_options_reach_the_driver_and_our_own_do_not() -> None:
         ("oracle://me:x@h/s?server_type=fast", "server_type=fast"),
         ("oracle://me:x@h/s?schema=a;drop", "schema"),
         ("oracle://me:x@h/s?schema=", "schema"),
-        ("oracle://me:x@h/s?novalue", "cannot be read"),
+        ("oracle://me:x@h/s?novalue", "cannot be parsed"),
         ("oracle://me:x@h", "names no service"),
         ("oracle://me:x@h/s?sid=ORCL", "names no service"),
         ("oracle://h/s", "names no user"),

@@ -11,13 +11,8 @@ import pytest
 from duetime.errors import OutcomeUnknown, SetupError, StoreUnavailable
 from duetime.store import Batch, Fence
 from duetime.stores.postgres import statements as postgres_statements
-from duetime.stores.postgres.connection import (
-    MAY_HAVE_COMMITTED,
-    address_of,
-    may_have_committed,
-    setup_error,
-    store_error,
-)
+from duetime.stores.postgres.connection import address_of
+from duetime.stores.postgres.errors import MAY_HAVE_COMMITTED, may_have_committed, setup_error, store_error
 
 ADDRESS = address_of("postgresql://me:secret@db.example/timers")
 
@@ -96,7 +91,7 @@ def test_what_nobody_listed_is_unknown_on_a_write() -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (asyncpg.InvalidPasswordError("x"), "refuses the password"),
+        (asyncpg.InvalidPasswordError("x"), "rejects the password"),
         (asyncpg.InvalidAuthorizationSpecificationError("x"), "pg_hba.conf"),
         (asyncpg.InvalidCatalogNameError("x"), "does not exist"),
         (asyncpg.InsufficientPrivilegeError("x"), "GRANT USAGE, CREATE"),
@@ -110,7 +105,7 @@ def test_what_nobody_listed_is_unknown_on_a_write() -> None:
     ],
 )
 def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
-    said = setup_error(ADDRESS, error)
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert says in said.detail
     assert said.field == "store.url"
@@ -127,7 +122,7 @@ def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, say
     ],
 )
 def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
-    said = setup_error(ADDRESS, error)
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, StoreUnavailable)
 
 

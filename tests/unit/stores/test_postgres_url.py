@@ -64,7 +64,7 @@ def test_without_options_it_is_a_primary_and_our_name() -> None:
         ("postgresql://h/db?target_session_attrs=standby", "target_session_attrs=standby"),
         ("postgresql://h/db?schema=a;drop", "schema"),
         ("postgresql://h/db?schema=", "schema"),
-        ("postgresql://h/db?novalue", "cannot be read"),
+        ("postgresql://h/db?novalue", "cannot be parsed"),
         ("postgresql://h", "names no database"),
         ("postgresql://h/", "names no database"),
         ("postgresql://u:p#w@h/db", "%23"),

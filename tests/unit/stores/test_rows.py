@@ -40,7 +40,7 @@ FULL = make_timer(
         headers={"a": "11"}, tags=("t",), missed=Missed(skip_if_late_by_ms=12), occurrence=13, last_error="14"
     ),
 )
-PLAIN = make_timer("plain", 2_000)
+DEFAULT_ROW_READER = make_timer("plain", 2_000)
 
 
 def test_each_value_stands_in_its_column() -> None:
@@ -81,15 +81,15 @@ def test_the_end_of_a_timer_is_stored_under_its_own_key_with_the_timers_key_behi
 
 
 ONE_FIELD_EACH = [
-    msgspec.structs.replace(PLAIN, payload="1"),
-    msgspec.structs.replace(PLAIN, retry_policy=RetryPolicy(max_retries=8)),
-    msgspec.structs.replace(PLAIN, callback_timeout_seconds=9),
-    msgspec.structs.replace(PLAIN, correlation_id="10"),
-    msgspec.structs.replace(PLAIN, extras=Extras(tags=("t",))),
+    msgspec.structs.replace(DEFAULT_ROW_READER, payload="1"),
+    msgspec.structs.replace(DEFAULT_ROW_READER, retry_policy=RetryPolicy(max_retries=8)),
+    msgspec.structs.replace(DEFAULT_ROW_READER, callback_timeout_seconds=9),
+    msgspec.structs.replace(DEFAULT_ROW_READER, correlation_id="10"),
+    msgspec.structs.replace(DEFAULT_ROW_READER, extras=Extras(tags=("t",))),
 ]
 
 
-@pytest.mark.parametrize("timer", [FULL, PLAIN, *ONE_FIELD_EACH])
+@pytest.mark.parametrize("timer", [FULL, DEFAULT_ROW_READER, *ONE_FIELD_EACH])
 def test_what_is_written_comes_back(timer: Timer) -> None:
     assert timer_of(timer_values(timer)) == timer
     reached = make_reached(timer, Outcome.SKIPPED, reached_at_ms=77, purge_at_ms=88)
@@ -97,7 +97,7 @@ def test_what_is_written_comes_back(timer: Timer) -> None:
 
 
 def test_what_a_timer_does_not_have_takes_no_room() -> None:
-    row = dict(zip(TIMER_COLUMNS, timer_values(PLAIN), strict=True))
+    row = dict(zip(TIMER_COLUMNS, timer_values(DEFAULT_ROW_READER), strict=True))
     assert [name for name, value in row.items() if value is None] == [
         "timer_payload",
         "timer_retry_policy",
@@ -105,8 +105,8 @@ def test_what_a_timer_does_not_have_takes_no_room() -> None:
         "timer_correlation_id",
         "timer_options",
     ]
-    assert timer_of(timer_values(PLAIN)).extras is NO_EXTRAS
-    assert timer_of(timer_values(msgspec.structs.replace(PLAIN, extras=Extras()))) == PLAIN
+    assert timer_of(timer_values(DEFAULT_ROW_READER)).extras is NO_EXTRAS
+    assert timer_of(timer_values(msgspec.structs.replace(DEFAULT_ROW_READER, extras=Extras()))) == DEFAULT_ROW_READER
 
 
 def test_bounds_of_a_search_are_brought_to_where_timestamps_can_be() -> None:

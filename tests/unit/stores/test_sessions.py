@@ -9,7 +9,7 @@ import pytest
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.stores import background
 from duetime.stores import sessions as session_module
-from duetime.stores.sessions import Again, Sessions
+from duetime.stores.sessions import RetryAtOnce, Sessions
 
 
 class Connection:
@@ -340,14 +340,14 @@ async def test_a_deadlock_is_tried_again_from_the_start_and_then_given_up(databa
         nonlocal tries
         tries += 1
         if tries < 3 or tries > 10:
-            raise Again("deadlock")
+            raise RetryAtOnce("deadlock")
         return tries
 
     started_at = asyncio.get_running_loop().time()
     assert await sessions.write(work) == 3
     assert asyncio.get_running_loop().time() - started_at > 0.05, "with a pause that grows, so that the other one ends"
     tries = 20
-    with pytest.raises(Again):
+    with pytest.raises(RetryAtOnce):
         await sessions.write(work)
     assert tries == 23
 

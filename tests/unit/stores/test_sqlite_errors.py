@@ -11,7 +11,8 @@ import pytest
 from duetime.domain.timer import BEFORE_ALL, Timer
 from duetime.errors import OutcomeUnknown, StoreUnavailable
 from duetime.store import Batch, Claim, Fence, PageRequest
-from duetime.stores.sqlite.store import MAY_HAVE_COMMITTED, SqliteStore, store_error
+from duetime.stores.sqlite.errors import MAY_HAVE_COMMITTED, store_error
+from duetime.stores.sqlite.store import SqliteStore
 from duetime.testing import make_timer
 
 

@@ -16,9 +16,12 @@ import pytest
 from duetime.domain.timer import BEFORE_ALL
 from duetime.errors import MemberDead, OutcomeUnknown, SchemaMismatch, SetupError, StoreUnavailable
 from duetime.store import Batch, Claim, Fence, ListQuery, Member, PageRequest
-from duetime.stores.sqlite import connection
-from duetime.stores.sqlite.connection import FileLock, Worker, connect, holder, migrate
-from duetime.stores.sqlite.store import MAY_HAVE_COMMITTED, SqliteStore, store_error, wipe
+from duetime.stores.migrations import Migrations
+from duetime.stores.sqlite import connection, schema
+from duetime.stores.sqlite.connection import ConnectionThread, FileLock, holder
+from duetime.stores.sqlite.errors import MAY_HAVE_COMMITTED, setup_errors, store_error
+from duetime.stores.sqlite.schema import connect, migrate
+from duetime.stores.sqlite.store import SqliteStore, wipe
 from duetime.testing import make_timer
 from duetime.testing.virtual import START_WALL_MS
 
@@ -209,7 +212,7 @@ def test_a_lock_that_is_not_released_is_given_up_after_its_time(path: Path, monk
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists what is open")
 def test_a_refused_lock_leaves_no_file_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "LOCK_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(connection, "LOCK_WAIT_SECONDS", 0)
     first = FileLock(str(path))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(SetupError, match="in use by process"):
@@ -258,9 +261,9 @@ def version_of(path: Path) -> int:
 def test_a_file_of_an_earlier_schema_is_brought_up_step_by_step_and_keeps_what_is_in_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, newest = connection._MIGRATIONS, connection.SCHEMA_VERSION
+    newest = schema.SCHEMA_VERSION
     with monkeypatch.context() as earlier:
-        earlier.setattr(connection, "SCHEMA_VERSION", 1)
+        earlier.setattr(schema, "_MIGRATIONS", Migrations(schema._MIGRATIONS.texts[:1]))
         migrate(str(path))
     assert version_of(path) == 1
     db = sqlite3.connect(path)
@@ -270,22 +273,16 @@ def test_a_file_of_an_earlier_schema_is_brought_up_step_by_step_and_keeps_what_i
     with pytest.raises(SchemaMismatch, match=f"has schema 1, this version needs {newest}"):
         connect(str(path))
     migrate(str(path))
-    assert version_of(path) == newest == len(steps)
+    assert version_of(path) == newest
     opened = connect(str(path))
     assert opened.execute("SELECT instance_id FROM members").fetchall() == [("a",)]
     opened.close()
 
 
 def test_a_step_that_fails_in_the_middle_leaves_nothing_of_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Step:
-        name = "003_wrong.sql"
-
-        def read_text(self, encoding: str) -> str:
-            return "CREATE TABLE half (a); INSERT INTO nowhere VALUES (1);"
-
-    newest = connection.SCHEMA_VERSION
-    monkeypatch.setattr(connection, "_MIGRATIONS", [*connection._MIGRATIONS, Step()])
-    monkeypatch.setattr(connection, "SCHEMA_VERSION", newest + 1)
+    newest = schema.SCHEMA_VERSION
+    wrong = "CREATE TABLE half (a); INSERT INTO nowhere VALUES (1);"
+    monkeypatch.setattr(schema, "_MIGRATIONS", Migrations([*schema._MIGRATIONS.texts, wrong]))
     with pytest.raises(SetupError, match="nowhere"):
         migrate(str(path))
     assert version_of(path) == newest, "the steps before it stay"
@@ -310,8 +307,8 @@ def test_a_file_system_that_cannot_hold_a_log_is_refused(path: Path) -> None:
             return "delete"
 
     without: Any = Without()
-    with pytest.raises(SetupError, match="cannot hold a SQLite write-ahead log"):
-        connection._use_wal(str(path), without)
+    with pytest.raises(SetupError, match="does not support a SQLite write-ahead log"):
+        schema._use_wal(str(path), without)
 
 
 def test_a_connection_that_is_refused_is_closed(path: Path) -> None:
@@ -349,11 +346,11 @@ def test_a_connection_waits_a_moment_for_another_program_that_holds_the_file(pat
 def test_what_goes_wrong_while_opening_is_told_in_plain_words(error: type[apsw.Error], text: str) -> None:
     with (
         pytest.raises(SetupError, match=f"/some/file.db {text}") as told,
-        connection._explained("/some/file.db"),
+        setup_errors("/some/file.db"),
     ):
         raise error("x")
     assert told.value.field == "store.url"
-    with pytest.raises(ZeroDivisionError), connection._explained("/some/file.db"):
+    with pytest.raises(ZeroDivisionError), setup_errors("/some/file.db"):
         raise ZeroDivisionError
 
 
@@ -436,36 +433,38 @@ async def test_a_member_that_is_dead_is_told_so_and_nothing_stays_open(path: Pat
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    worker = Worker("duetime-sqlite-test")
-    yield worker
-    worker.stop()
+def thread() -> Iterator[ConnectionThread]:
+    thread = ConnectionThread("duetime-sqlite-test")
+    yield thread
+    thread.stop()
 
 
-async def test_work_is_done_in_its_order_on_one_thread_and_its_errors_come_back(worker: Worker) -> None:
-    assert await worker.run(lambda: threading.current_thread().name) == "duetime-sqlite-test"
-    assert await worker.run(lambda: threading.current_thread().daemon), "a process that ends does not wait for it"
+async def test_work_is_done_in_its_order_on_one_thread_and_its_errors_come_back(thread: ConnectionThread) -> None:
+    assert await thread.run(lambda: threading.current_thread().name) == "duetime-sqlite-test"
+    assert await thread.run(lambda: threading.current_thread().daemon), "a process that ends does not wait for it"
     with pytest.raises(ZeroDivisionError):
-        await worker.run(lambda: 1 // 0)
+        await thread.run(lambda: 1 // 0)
     numbers: list[int] = []
-    await asyncio.gather(*(worker.run(lambda n=n: numbers.append(n)) for n in range(50)))  # type: ignore[misc]
+    await asyncio.gather(*(thread.run(lambda n=n: numbers.append(n)) for n in range(50)))  # type: ignore[misc]
     assert numbers == list(range(50))
 
 
-async def test_a_worker_that_was_stopped_finishes_what_it_has_and_takes_nothing_more(worker: Worker) -> None:
+async def test_a_thread_that_was_stopped_finishes_what_it_has_and_takes_nothing_more(thread: ConnectionThread) -> None:
     may_end = threading.Event()
-    first = asyncio.ensure_future(worker.run(may_end.wait))
-    second = asyncio.ensure_future(worker.run(lambda: "done"))
+    first = asyncio.ensure_future(thread.run(may_end.wait))
+    second = asyncio.ensure_future(thread.run(lambda: "done"))
     await asyncio.sleep(0)
     threading.Timer(0.01, may_end.set).start()
-    worker.stop()
+    thread.stop()
     with pytest.raises(StoreUnavailable, match="the store is closed"):
-        await worker.run(lambda: None)
+        await thread.run(lambda: None)
     assert (await first, await second) == (True, "done")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_work_that_nobody_waits_for_any_more_is_done_and_disturbs_nobody(worker: Worker, fails: bool) -> None:
+async def test_work_that_nobody_waits_for_any_more_is_done_and_disturbs_nobody(
+    thread: ConnectionThread, fails: bool
+) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -474,7 +473,7 @@ async def test_work_that_nobody_waits_for_any_more_is_done_and_disturbs_nobody(w
         if fails:
             raise ZeroDivisionError
 
-    given_up = asyncio.ensure_future(worker.run(work))
+    given_up = asyncio.ensure_future(thread.run(work))
     await asyncio.to_thread(begun.wait)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -482,18 +481,18 @@ async def test_work_that_nobody_waits_for_any_more_is_done_and_disturbs_nobody(w
     may_end.set()
     problems: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
-    assert await worker.run(lambda: "next") == "next"
+    assert await thread.run(lambda: "next") == "next"
     assert problems == []
 
 
-def test_work_whose_event_loop_is_gone_disturbs_nobody(worker: Worker) -> None:
+def test_work_whose_event_loop_is_gone_disturbs_nobody(thread: ConnectionThread) -> None:
     may_end = threading.Event()
 
     async def ask_and_leave() -> None:
-        asking = asyncio.ensure_future(worker.run(may_end.wait))
+        asking = asyncio.ensure_future(thread.run(may_end.wait))
         await asyncio.sleep(0)
         asking.cancel()
 
     asyncio.run(ask_and_leave())
     may_end.set()
-    assert asyncio.run(worker.run(lambda: "next")) == "next"
+    assert asyncio.run(thread.run(lambda: "next")) == "next"

@@ -12,17 +12,10 @@ import pytest
 from mssql_python.exceptions import sqlstate_to_exception
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreThrottled, StoreUnavailable
-from duetime.stores.sessions import Again
-from duetime.stores.sqlserver import connection as sqlserver_connection
-from duetime.stores.sqlserver.connection import (
-    MAY_HAVE_COMMITTED,
-    Link,
-    address_of,
-    may_have_committed,
-    setup_error,
-    state_of,
-    store_error,
-)
+from duetime.stores.sessions import RetryAtOnce
+from duetime.stores.sqlserver import errors as sqlserver_errors
+from duetime.stores.sqlserver.connection import Connection, address_of
+from duetime.stores.sqlserver.errors import MAY_HAVE_COMMITTED, may_have_committed, setup_error, state_of, store_error
 
 ADDRESS = address_of("sqlserver://me:secret@db.example/timers")
 KNOWN = sorted(set(re.findall(r'"([0-9A-Z]{5})":', inspect.getsource(sqlstate_to_exception))))
@@ -37,7 +30,7 @@ def _raised(state: str, said: str = "words of the server") -> Exception:
 
 def test_every_state_that_the_driver_knows_is_listed() -> None:
     assert len(KNOWN) > 100
-    assert set(KNOWN) == set(sqlserver_connection._STATES)
+    assert set(KNOWN) == set(sqlserver_errors._STATES)
     assert {state[:2] for state in KNOWN} == {state for state in MAY_HAVE_COMMITTED if len(state) == 2}
     assert {state for state in MAY_HAVE_COMMITTED if len(state) == 5} <= set(KNOWN)
 
@@ -60,7 +53,7 @@ def test_data_that_does_not_fit_was_refused_however_the_driver_calls_it() -> Non
     text = "String or binary data would be truncated in table 'timers', column 'timer_id'."
     refused = store_error(_raised("22001", text), writing=True)
     assert isinstance(refused, StoreUnavailable)
-    assert not isinstance(refused, Again)
+    assert not isinstance(refused, RetryAtOnce)
     assert "can never be applied" in refused.detail
 
 
@@ -101,11 +94,11 @@ def test_a_deadlock_and_a_lock_that_was_not_to_be_had_were_rolled_back_whatever_
         error = mssql_python.DatabaseError(unlisted, f"[Microsoft][SQL Server]{said}")
     assert not may_have_committed(error)
     for writing in (False, True):
-        assert isinstance(store_error(error, writing=writing), Again)
+        assert isinstance(store_error(error, writing=writing), RetryAtOnce)
 
 
 def test_a_deadlock_is_known_by_its_state_too() -> None:
-    assert isinstance(store_error(_raised("40001", "in other words"), writing=True), Again)
+    assert isinstance(store_error(_raised("40001", "in other words"), writing=True), RetryAtOnce)
 
 
 def test_words_of_a_lock_in_the_middle_of_another_message_prove_nothing() -> None:
@@ -137,7 +130,7 @@ def test_what_nobody_listed_is_unknown_on_a_write() -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (_raised("28000", "Login failed for user 'me'."), "refuses the user or the password"),
+        (_raised("28000", "Login failed for user 'me'."), "rejects the user or the password"),
         (_raised("42000", 'Cannot open database "timers" requested by the login. The login failed.'), "does not exist"),
         (_raised("42000", "CREATE TABLE permission denied in database 'timers'."), "db_owner"),
         (_raised("42S01", "There is already an object named 'timers' in the database."), "another program"),
@@ -147,7 +140,7 @@ def test_what_nobody_listed_is_unknown_on_a_write() -> None:
     ],
 )
 def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
-    said = setup_error(ADDRESS, error)
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert says in said.detail
     assert said.field == "store.url"
@@ -165,41 +158,41 @@ def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, say
     ],
 )
 def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
-    assert isinstance(setup_error(ADDRESS, error), StoreUnavailable)
+    assert isinstance(setup_error(ADDRESS.label, error), StoreUnavailable)
 
 
 # --- threads -------------------------------------------------------------------------------------
 
 
 async def test_work_is_done_on_a_thread_of_its_own_and_heard_as_it_is() -> None:
-    link = Link()
-    names = {await link.run(lambda link: threading.current_thread().name) for _ in range(3)}
+    db = Connection()
+    names = {await db.run(lambda db: threading.current_thread().name) for _ in range(3)}
     assert names == {"duetime-sqlserver"}
     with pytest.raises(mssql_python.OperationalError):
-        await link.run(_fails)
-    assert await link.run(lambda link: "still there") == "still there"
-    link.terminate()
-    assert link.is_closed
+        await db.run(_fails)
+    assert await db.run(lambda db: "still there") == "still there"
+    db.terminate()
+    assert db.is_closed
     with pytest.raises(ConnectionAbortedError):
-        await link.run(lambda link: None)
+        await db.run(lambda db: None)
 
 
-def _fails(link: Link) -> None:
+def _fails(db: Connection) -> None:
     raise _raised("40001")
 
 
 async def test_a_thread_that_waits_is_left_alone_and_goes_when_it_is_back() -> None:
-    link = Link()
+    db = Connection()
     begun, may_end, disconnected = threading.Event(), threading.Event(), threading.Event()
 
-    def waits(link: Link) -> None:
+    def waits(db: Connection) -> None:
         begun.set()
         may_end.wait(10)
 
-    link.disconnect = disconnected.set  # type: ignore[method-assign]
-    waiting = asyncio.ensure_future(link.run(waits))
+    db.disconnect = disconnected.set  # type: ignore[method-assign]
+    waiting = asyncio.ensure_future(db.run(waits))
     assert await asyncio.to_thread(begun.wait, 5)
-    link.terminate()
+    db.terminate()
     with pytest.raises(ConnectionAbortedError):
         await asyncio.wait_for(waiting, 1)
     assert not disconnected.is_set(), "the driver has it still"

@@ -72,14 +72,14 @@ def test_a_commit_writes_only_if_all_fences_hold() -> None:
 
 
 def test_a_batch_stays_under_the_locks_at_which_a_table_would_be_locked_as_a_whole() -> None:
-    text = sqlserver_schema._MIGRATIONS[0].read_text("utf-8")
+    text = sqlserver_schema._MIGRATIONS.texts[0]
     indexes_of_a_row = 1 + len(re.findall(r"CREATE (?:UNIQUE )?INDEX \w+ ON timers", text))
     assert SqlServerStore.capabilities.batch_max * indexes_of_a_row < 5_000
     assert "LOCK_ESCALATION = DISABLE" in text
 
 
 def test_a_timer_is_unique_among_timers_only() -> None:
-    text = sqlserver_schema._MIGRATIONS[0].read_text("utf-8")
+    text = sqlserver_schema._MIGRATIONS.texts[0]
     index = "CREATE UNIQUE INDEX timers_by_id ON timers (shard_id, timer_namespace, timer_id) WHERE row_type = 2;"
     assert index in text
     definition = text[text.index("CREATE TABLE timers (") :].partition("\n);\n")[0]

@@ -19,7 +19,7 @@ from duetime.stores.rows import (
     ERROR_CHARS_MAX,
     REACHED_COLUMNS,
     TIMER_COLUMNS,
-    Reading,
+    RowReader,
     page_of,
     reached_of,
     reached_values,
@@ -102,8 +102,8 @@ def test_an_error_is_one_short_line() -> None:
     assert len(found.error) == ERROR_CHARS_MAX
 
 
-def _reading_with(read: Callable[[Any], Timer]) -> Reading:
-    return Reading(timer=read)
+def _reading_with(read: Callable[[Any], Timer]) -> RowReader:
+    return RowReader(timer=read)
 
 
 def test_nothing_is_read_twice_where_nothing_is_wrong() -> None:
@@ -250,8 +250,8 @@ def answering(monkeypatch: pytest.MonkeyPatch, dialect: Dialect, answer: Callabl
             monkeypatch.setattr(module, "fetched", fetched)
         return run
     for module in dialect[:2]:
-        monkeypatch.setattr(module, "ask", lambda link, sql, said=None: answer(sql))
-    monkeypatch.setattr(sqlserver_statements, "ask_until", lambda link, sql, said, enough: answer(sql))
+        monkeypatch.setattr(module, "execute", lambda link, sql, said=None: answer(sql))
+    monkeypatch.setattr(sqlserver_statements, "fetch_until", lambda link, sql, said, enough: answer(sql))
 
     async def run_here(work: Callable[[Any], Any]) -> Any:
         return work(None)

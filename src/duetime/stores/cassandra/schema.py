@@ -18,6 +18,7 @@ from importlib import resources
 from typing import Any
 
 from duetime.errors import SchemaMismatch, SetupError, StoreError, StoreUnavailable
+from duetime.store import Danger, Diagnosis
 from duetime.stores.cassandra import connection
 from duetime.stores.cassandra.address import Address, setup_error
 from duetime.stores.cassandra.connection import Link
@@ -236,19 +237,22 @@ async def _check_rights(address: Address, link: Link) -> None:
 # --- for the doctor ------------------------------------------------------------------------------
 
 
-def _dangers(settings: dict[str, dict[str, str]]) -> list[str]:
+def _dangers(settings: dict[str, dict[str, str]]) -> list[Danger]:
     """Of the settings of each node."""
     periodic = [node for node, values in settings.items() if values.get("commitlog_sync") == "periodic"]
     if not periodic:
         return []
     return [
-        f"commitlog_sync is periodic on {', '.join(sorted(periodic))}: nodes that crash together lose timers that"
-        " were acknowledged; set commitlog_sync: batch (or group) in cassandra.yaml"
+        Danger(
+            f"commitlog_sync is periodic on {', '.join(sorted(periodic))}",
+            "nodes that crash together lose timers that were acknowledged; set commitlog_sync: batch (or group) in"
+            " cassandra.yaml",
+        )
     ]
 
 
-async def diagnose(address: Address) -> list[str]:
-    """Plain sentences: what the cluster is, and, after "danger: ", what about it endangers the promise."""
+async def diagnose(address: Address) -> Diagnosis:
+    """What the cluster is, and which of its settings can lose acknowledged timers."""
     async with _linked(address) as link:
         [[version, name]] = await link.execute("SELECT release_version, cluster_name FROM system.local")
         nodes = ", ".join(f"{count} in {place}" for place, count in sorted(link.nodes().items()))
@@ -261,7 +265,7 @@ async def diagnose(address: Address) -> list[str]:
         said += _settings_said(settings)
         found = await _recognise(address, link)
         said.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
-        return said + [f"danger: {text}" for text in _dangers(settings)]
+        return Diagnosis(said, _dangers(settings))
 
 
 def _copies(replication: dict[str, Any]) -> str:

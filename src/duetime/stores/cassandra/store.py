@@ -25,6 +25,7 @@ from duetime.store import (
     Capabilities,
     Claim,
     Committed,
+    Diagnosis,
     Fence,
     Found,
     Listing,
@@ -90,8 +91,7 @@ class CassandraStore:
         if opened is not None:
             await opened.close()
 
-    async def diagnose(self) -> list[str]:
-        """What a doctor says of the server, in plain sentences. Needs no open store."""
+    async def diagnose(self) -> Diagnosis:
         return await schema.diagnose(self._address)
 
     @property
@@ -148,7 +148,7 @@ class CassandraStore:
     @writing
     async def ensure_shards(self, count: int) -> None:
         """The rows first, then how many there are: nobody asks for more than that."""
-        await self._open.outliving(self._ensure_shards(self._open, count))
+        await self._open.run_to_end(self._ensure_shards(self._open, count))
 
     async def _ensure_shards(self, opened: _Open, count: int) -> None:
         known = await opened.reader.shard_count()
@@ -164,17 +164,17 @@ class CassandraStore:
 
     @writing
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
-        return await self._open.outliving(self._open.writer.claim(claims))
+        return await self._open.run_to_end(self._open.writer.claim(claims))
 
     @writing
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
-        return await self._open.outliving(self._open.writer.release(fences))
+        return await self._open.run_to_end(self._open.writer.release(fences))
 
     # -- timers
 
     @writing
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:
-        return await self._open.outliving(self._open.writer.commit(batches))
+        return await self._open.run_to_end(self._open.writer.commit(batches))
 
     @reading
     async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
@@ -190,7 +190,7 @@ class CassandraStore:
 
     @writing
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
-        return await self._open.outliving(self._open.writer.purge(fences, before_ms, limit))
+        return await self._open.run_to_end(self._open.writer.purge(fences, before_ms, limit))
 
     # -- namespaces
 
@@ -219,7 +219,7 @@ class _Open:
         self.lister = Reader(lists, say)
         self._lines = (data, lists, membership)
         self._begun = BackgroundTasks()
-        self.outliving = self._begun.outliving
+        self.run_to_end = self._begun.run_to_end
 
     @classmethod
     async def ready(cls, address: Address) -> _Open:

@@ -175,7 +175,7 @@ class Link:
         self._boot_ms = SystemClock().boot_ms
         self._exit = contextlib.AsyncExitStack()
         self._begun = BackgroundTasks()
-        self.outliving = self._begun.outliving
+        self.run_to_end = self._begun.run_to_end
         if address.ca_file is not None:
             try:
                 ssl.create_default_context(cafile=address.ca_file)  # the driver would not say which file it was

@@ -17,6 +17,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
+from duetime.store import Danger, Diagnosis
 from duetime.stores.dynamodb import rows as items
 from duetime.stores.dynamodb.connection import Address, Line, Link
 from duetime.stores.dynamodb.errors import setup_error
@@ -217,18 +218,21 @@ async def _try_rights(address: Address, line: Line) -> None:
         await line.once("query", **timers, **index, **condition, ConsistentRead=True, Limit=1)
 
 
-def _dangers(address: Address, described: Iterable[Mapping[str, Any]]) -> list[str]:
-    said = []
+def _dangers(address: Address, described: Iterable[Mapping[str, Any]]) -> list[Danger]:
+    dangers = []
     if address.endpoint is not None and not (urlsplit(address.endpoint).hostname or "").endswith(_AMAZON):
-        said.append(f"{address.endpoint} is not Amazon's: a stand-in may lose what it has acknowledged")
+        dangers.append(Danger(f"{address.endpoint} is not Amazon's", "a stand-in may lose what it has acknowledged"))
     for description in described:
         replicas = [replica["RegionName"] for replica in description.get("Replicas") or ()]
         if replicas:
-            said.append(
-                f"{description['TableName']} is replicated to {', '.join(replicas)}: a region that takes over may lack"
-                " what was acknowledged, and instances must all use the same region"
+            dangers.append(
+                Danger(
+                    f"{description['TableName']} is replicated to {', '.join(replicas)}",
+                    "a region that takes over may lack what was acknowledged, and instances must all use the same"
+                    " region",
+                )
             )
-    return said
+    return dangers
 
 
 # --- for tests and for the doctor ----------------------------------------------------------------
@@ -265,15 +269,15 @@ def _in_pieces(things: Iterable[T], size: int) -> Iterator[list[T]]:
         yield piece
 
 
-async def diagnose(address: Address) -> list[str]:
-    """Plain sentences: what the tables are, and, after "danger: ", what about them endangers the promise."""
+async def diagnose(address: Address) -> Diagnosis:
+    """What the tables are, and which of their settings can lose acknowledged timers."""
     async with _opened(address) as line:
         described = {table: await _described(line, table) for table in _shapes(address)}
         said = [_in_a_sentence(table, description) for table, description in described.items()]
         there = [description for description in described.values() if description is not None]
         found = await _version(address, line) if described[address.cluster] is not None else 0
         said.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
-        return said + [f"danger: {danger}" for danger in _dangers(address, there)]
+        return Diagnosis(said, _dangers(address, there))
 
 
 def _in_a_sentence(table: str, description: Mapping[str, Any] | None) -> str:

@@ -24,6 +24,7 @@ from duetime.store import (
     Capabilities,
     Claim,
     Committed,
+    Diagnosis,
     Fence,
     Found,
     Listing,
@@ -90,8 +91,7 @@ class DynamoStore:
         if opened is not None:
             await opened.link.close()
 
-    async def diagnose(self) -> list[str]:
-        """What a doctor says of the tables, in plain sentences. Needs no open store."""
+    async def diagnose(self) -> Diagnosis:
         return await schema.diagnose(self._address)
 
     @property
@@ -105,12 +105,12 @@ class DynamoStore:
     @writing
     async def join(self, member: Member) -> None:
         now = self._open
-        await now.link.outliving(writes.join(now.membership.write, now.tables, member))
+        await now.link.run_to_end(writes.join(now.membership.write, now.tables, member))
 
     @writing
     async def heartbeat(self, instance_id: str, counter: int) -> int:
         now = self._open
-        await now.link.outliving(writes.heartbeat(now.membership.write, now.tables, instance_id, counter))
+        await now.link.run_to_end(writes.heartbeat(now.membership.write, now.tables, instance_id, counter))
         if not now.link.clock.is_known:
             raise StoreUnavailable("dynamodb: its answers carry no Date, so nobody knows what time it is there")
         return now.link.clock.now_ms(now.link.boot_ms())
@@ -123,12 +123,12 @@ class DynamoStore:
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
         now = self._open
         work = writes.mark_dead(now.membership.write, now.tables, instance_id, counter)
-        return await now.link.outliving(work)
+        return await now.link.run_to_end(work)
 
     @writing
     async def forget_member(self, instance_id: str) -> None:
         now = self._open
-        await now.link.outliving(writes.forget_member(now.membership.write, now.tables, instance_id))
+        await now.link.run_to_end(writes.forget_member(now.membership.write, now.tables, instance_id))
 
     # -- shards
 
@@ -136,7 +136,7 @@ class DynamoStore:
     async def ensure_shards(self, count: int) -> None:
         now = self._open
         work = writes.ensure_shards(now.reads.read, now.changes.write, now.tables, count)
-        await now.link.outliving(work)
+        await now.link.run_to_end(work)
 
     @reading
     async def shards(self) -> list[ShardRow]:
@@ -145,12 +145,12 @@ class DynamoStore:
     @writing
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
         now = self._open
-        return await now.link.outliving(writes.claim(now.changes.write, now.tables, claims))
+        return await now.link.run_to_end(writes.claim(now.changes.write, now.tables, claims))
 
     @writing
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
         now = self._open
-        return await now.link.outliving(writes.release(now.changes.write, now.tables, fences))
+        return await now.link.run_to_end(writes.release(now.changes.write, now.tables, fences))
 
     # -- timers
 
@@ -158,7 +158,7 @@ class DynamoStore:
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:
         now = self._open
         work = writes.commit(now.reads.read, now.commits.write, now.tables, batches)
-        return await now.link.outliving(work)
+        return await now.link.run_to_end(work)
 
     @reading
     async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
@@ -176,7 +176,7 @@ class DynamoStore:
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
         now = self._open
         work = writes.purge_reached(now.lists.read, now.changes.write, now.tables, fences, before_ms, limit)
-        return await now.link.outliving(work)
+        return await now.link.run_to_end(work)
 
     # -- namespaces
 
@@ -188,7 +188,7 @@ class DynamoStore:
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
         now = self._open
         work = writes.put_namespace(now.changes.write, now.tables, namespace, expected_revision)
-        return await now.link.outliving(work)
+        return await now.link.run_to_end(work)
 
 
 class _Open:

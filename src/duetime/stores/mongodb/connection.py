@@ -397,15 +397,15 @@ class Line:
         return [talk.session.session_id["id"] for talk in self._talks]
 
     async def read(self, work: Work[T]) -> T:
-        return await self._begun.outliving(self._run(lambda talk: self._simply(talk, work, writing=False)))
+        return await self._begun.run_to_end(self._run(lambda talk: self._simply(talk, work, writing=False)))
 
     async def write(self, work: Work[T]) -> T:
         """Work of one writing command; if there are more, the last of them."""
-        return await self._begun.outliving(self._run(lambda talk: self._simply(talk, work, writing=True)))
+        return await self._begun.run_to_end(self._run(lambda talk: self._simply(talk, work, writing=True)))
 
     async def transaction(self, work: Work[T]) -> T:
         """All of the work or nothing. It is done again from the start where another one was faster."""
-        return await self._begun.outliving(self._run(lambda talk: self._transact(talk, work)))
+        return await self._begun.run_to_end(self._run(lambda talk: self._transact(talk, work)))
 
     async def close(self) -> None:
         """After what is under way, unless that takes too long."""

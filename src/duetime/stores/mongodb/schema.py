@@ -16,6 +16,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.uri_parser import parse_uri
 
 from duetime.errors import SchemaMismatch, SetupError, StoreError, StoreUnavailable
+from duetime.store import Danger, Diagnosis
 from duetime.stores.mongodb import connection
 from duetime.stores.mongodb.connection import NO_REPLICA_SET, Address
 from duetime.stores.mongodb.rows import INDEXES, Document
@@ -165,10 +166,10 @@ async def _recognise(address: Address, db: Database) -> int:
     return version
 
 
-async def _dangers(db: Database) -> list[str]:
+async def _dangers(db: Database) -> list[Danger]:
     engine = await _told(db, "serverStatus", "storageEngine")
     if engine is not None and not engine.get("persistent", True):
-        return [f"the storage engine {engine['name']} keeps everything in memory: a restart loses all timers"]
+        return [Danger(f"the storage engine {engine['name']} keeps everything in memory", "a restart loses all timers")]
     return []
 
 
@@ -183,8 +184,8 @@ async def _told(db: Database, command: str, name: str) -> Any:
 # --- for the doctor ------------------------------------------------------------------------------
 
 
-async def diagnose(address: Address) -> list[str]:
-    """Plain sentences: what the server is, and, after "danger: ", what about it endangers the promise."""
+async def diagnose(address: Address) -> Diagnosis:
+    """What the server is, and which of its settings can lose acknowledged timers."""
     async with _database(address) as db:
         hello = await _check_server(address, db)
         found = await _recognise(address, db)
@@ -198,7 +199,7 @@ async def diagnose(address: Address) -> list[str]:
             free, used = connections["available"], connections["current"]
             said.append(f"{free} of {free + used} of its connections are free")
         said.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
-        return said + [f"danger: {text}" for text in await _dangers(db)]
+        return Diagnosis(said, await _dangers(db))
 
 
 def _kind(hello: Document) -> str:

@@ -24,13 +24,13 @@ from pymongo.asynchronous.cursor import AsyncCursor
 from duetime.domain.timer import Namespace, Position, TimerKey
 from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreUnavailable
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
+from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, shard_rounds
 from duetime.stores.mongodb.connection import Talk, in_words
 from duetime.stores.mongodb.rows import (
     IN_ORDER,
     NEWEST,
     REACHED,
-    READING,
+    ROW_READER,
     SHARD,
     TIMER,
     Document,
@@ -43,7 +43,7 @@ from duetime.stores.mongodb.rows import (
     timer_document,
     timer_key,
 )
-from duetime.stores.rows import FIRST_MS, Ends, as_json, found_by_key, namespaces_of, page_of
+from duetime.stores.rows import FIRST_MS, StoredRows, as_json, found_by_key, namespaces_of, page_of
 from duetime.telemetry import log
 
 LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
@@ -205,7 +205,7 @@ async def end_sessions(talk: Talk, session_ids: Iterable[Any]) -> None:
 async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
     run = in_steps(run)
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         held = await run(partial(_release, fences=[fences[index] for index in turn]))
         for index in turn:
             if fences[index].shard_id not in held:
@@ -269,7 +269,7 @@ async def _shards_of(talk: Talk, fences: Sequence[Fence]) -> list[Document]:
 async def commit(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
     run = in_steps(run)
-    for turn in turns([batch.fence.shard_id for batch in batches]):
+    for turn in shard_rounds([batch.fence.shard_id for batch in batches]):
         some = [batches[index] for index in turn]
         for index, result in zip(turn, await _commit_turn(run, some), strict=True):
             results[index] = result
@@ -387,11 +387,11 @@ async def _load(talk: Talk, request: PageRequest, bytes_max: int) -> Page:
     async with between(talk.timers.find(session=talk.session), "in_order", found, request.limit + 1) as cursor:
         async for document in cursor:
             if len(documents) == request.limit or weight > bytes_max:
-                return page_of(documents, READING.place(documents[-1]), READING)
+                return page_of(documents, ROW_READER.place(documents[-1]), ROW_READER)
             documents.append(document)
             payload = document.get("timer_payload")
             weight += len(payload) if isinstance(payload, str) else 0
-    return page_of(documents, None, READING)
+    return page_of(documents, None, ROW_READER)
 
 
 def between(cursor: Cursor, index: str, found: tuple[Document, Document], count: int) -> Cursor:
@@ -414,11 +414,11 @@ async def get_many(run: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found
     if not keys:
         return []
     wanted = [timer_key(shard_id, key) for shard_id, key in keys]
-    found = await found_by_key(list(dict.fromkeys(wanted)), partial(_found, run), READING)
+    found = await found_by_key(list(dict.fromkeys(wanted)), partial(_found, run), ROW_READER)
     return [found[key] for key in wanted]
 
 
-async def _found(run: Run, keys: Sequence[str], ends_max: int) -> Ends[str]:
+async def _found(run: Run, keys: Sequence[str], ends_max: int) -> StoredRows[str]:
     pipeline: list[Document] = [{"$match": {"_id": {"$in": keys}}}]
     if ends_max == 1:
         newest = [
@@ -450,7 +450,7 @@ async def _found(run: Run, keys: Sequence[str], ends_max: int) -> Ends[str]:
 async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
     results: list[int | ShardLost] = [0] * len(fences)
     run = in_steps(run)
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         some = [fences[index] for index in turn]
         removed = await run(partial(_purge, fences=some, before_ms=before_ms, limit=limit))
         for index in turn:

@@ -23,6 +23,7 @@ from duetime.store import (
     Capabilities,
     Claim,
     Committed,
+    Diagnosis,
     Fence,
     Found,
     Listing,
@@ -78,8 +79,7 @@ class MongoStore:
         if lines is not None:
             await lines.close()
 
-    async def diagnose(self) -> list[str]:
-        """What a doctor says of the server, in plain sentences. Needs no open store."""
+    async def diagnose(self) -> Diagnosis:
         return await schema.diagnose(self._address)
 
     @property

@@ -11,22 +11,22 @@ from functools import partial
 
 from duetime.domain.timer import Position, Timer, TimerKey
 from duetime.store import Found, Listing, ListQuery, Page, PageRequest, Unreadable
-from duetime.stores.merging import Item, Piece, Scan, matching, merged
+from duetime.stores.merging import Item, Scan, ScanResult, matching, merge_scans
 from duetime.stores.mysql.connection import Read
 from duetime.stores.mysql.rows import KEY, at, beyond, keyed, literal, selected
 from duetime.stores.rows import (
     KEY_COLUMNS,
     REACHED_COLUMNS,
     TIMER_COLUMNS,
-    Ends,
     Row,
+    StoredRows,
     as_json,
     bound_ms,
     found_by_key,
     found_of,
     page_of,
     page_of_items,
-    place_of,
+    position_of,
     readable,
     timer_of,
 )
@@ -70,14 +70,14 @@ def _stretch_sql(number: int, request: PageRequest, light: int) -> str:
 
 def _cut(request: PageRequest, rows: list[Row], room: int) -> tuple[list[Row], Position | None]:
     """A page's rows, and where to go on. It ends where its payloads pass its weight, but for its first."""
-    rows.sort(key=place_of)  # as they come, unless the server works on several parts at once
+    rows.sort(key=position_of)  # as they come, unless the server works on several parts at once
     end = min(len(rows), request.limit)
     for index in range(end):
         room -= rows[index][-1] or 0
         if room < 0 and index:
             end = index
             break
-    return rows[:end], None if end == len(rows) else place_of(rows[end - 1])
+    return rows[:end], None if end == len(rows) else position_of(rows[end - 1])
 
 
 def _is_heavy(row: Row) -> bool:
@@ -89,7 +89,7 @@ Heavy = dict[tuple[int, Position], Timer | Unreadable]
 
 async def _heavy(read: Read, rows: Iterable[tuple[int, Row]]) -> Heavy:
     """The timers whose payload was too long to come along, read whole: what was replaced meanwhile is not mixed."""
-    places = [(shard_id, place_of(row)) for shard_id, row in rows if _is_heavy(row)]
+    places = [(shard_id, position_of(row)) for shard_id, row in rows if _is_heavy(row)]
     if not places:
         return {}
     where = " OR ".join(
@@ -98,7 +98,7 @@ async def _heavy(read: Read, rows: Iterable[tuple[int, Row]]) -> Heavy:
         for shard_id, place in places
     )
     [found] = await read((f"SELECT {selected('timers')}, shard_id FROM timers FORCE INDEX (PRIMARY) WHERE {where}",))  # noqa: S608
-    return {(row[-1], place_of(row)): readable(row, timer_of) for row in found}
+    return {(row[-1], position_of(row)): readable(row, timer_of) for row in found}
 
 
 def _page(request: PageRequest, rows: Sequence[Row], after: Position | None, heavy: Heavy) -> Page:
@@ -106,7 +106,7 @@ def _page(request: PageRequest, rows: Sequence[Row], after: Position | None, hea
         return page_of(rows, after)
     items: list[Timer | Unreadable] = []
     for row in rows:
-        item = heavy.get((request.shard_id, place_of(row))) if _is_heavy(row) else readable(row, timer_of)
+        item = heavy.get((request.shard_id, position_of(row))) if _is_heavy(row) else readable(row, timer_of)
         if item is not None:  # one that is gone by now was removed after this began
             items.append(item)
     return page_of_items(items, after)
@@ -150,7 +150,7 @@ async def _without_ends(read: Read, keys: Sequence[Key]) -> dict[Key, Found]:
     return {key: found_of(timers.get(key), ()) for key in keys if key not in ended}
 
 
-async def _with_ends(read: Read, keys: Sequence[Key], ends_max: int) -> Ends[Key]:
+async def _with_ends(read: Read, keys: Sequence[Key], reached_max: int) -> StoredRows[Key]:
     """In one statement, so that timer and end are of one moment. What a timer has not is NULL."""
     no_end = "NULL, " * (len(REACHED_COLUMNS) - len(TIMER_COLUMNS))
     newest_first = ", ".join(f"{name} DESC" for name in ("timer_generation", "timer_reached_at", *KEY_COLUMNS))
@@ -160,7 +160,7 @@ async def _with_ends(read: Read, keys: Sequence[Key], ends_max: int) -> Ends[Key
     ]
     parts += (
         f"(SELECT {selected('reached')}, shard_id, 1 FROM reached FORCE INDEX (reached_by_id)"  # noqa: S608
-        f" WHERE {keyed((key,))} ORDER BY {newest_first} LIMIT {ends_max})"
+        f" WHERE {keyed((key,))} ORDER BY {newest_first} LIMIT {reached_max})"
         for key in keys
     )
     [rows] = await read((" UNION ALL ".join(parts),))
@@ -199,17 +199,17 @@ async def list_timers(read: Read, query: ListQuery) -> Listing:
             f" AND timer_execute_at <= {at(bound_ms(scan.until_ms))} ORDER BY {KEY} LIMIT {scan.count})"
         )
 
-    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
         items: dict[int, list[Item]] = {scan.shard_id: [] for scan in scans}
         for first in range(0, len(scans), SCANS_AT_ONCE):
             [rows] = await read((" UNION ALL ".join(map(scan_sql, scans[first : first + SCANS_AT_ONCE])),))
             for row in rows:
-                items[row[-2]].append((place_of(row), matching(query, row) if row[-1] else None))
+                items[row[-2]].append((position_of(row), matching(query, row) if row[-1] else None))
         for some in items.values():
             some.sort(key=lambda item: item[0])  # as they come, unless the server works on several parts at once
-        return [Piece(items[scan.shard_id], len(items[scan.shard_id]) < scan.count) for scan in scans]
+        return [ScanResult(items[scan.shard_id], len(items[scan.shard_id]) < scan.count) for scan in scans]
 
-    return await merged(query, fetch, in_one_scan=query.correlation_id is not None)
+    return await merge_scans(query, fetch, in_order=query.correlation_id is not None)
 
 
 def _condition(query: ListQuery) -> str:

@@ -19,8 +19,8 @@ import asyncmy
 from duetime.domain.timer import Namespace
 from duetime.errors import MemberDead, ShardLost
 from duetime.store import Batch, Claim, Committed, Fence, Member, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, in_steps, lost, turns
-from duetime.stores.mysql.connection import BEGIN, Read, Write, ask, conclude
+from duetime.stores.fencing import NOTHING_REPLACED, in_steps, lost, shard_rounds
+from duetime.stores.mysql.connection import BEGIN, Read, Write, execute, execute_and_commit
 from duetime.stores.mysql.rows import (
     INSERT,
     INSERT_END,
@@ -53,13 +53,13 @@ async def _transaction(
     async def work(db: Any) -> None:
         nonlocal last
         answers.clear()
-        found = await ask(db, (*BEGIN, *opening))
+        found = await execute(db, (*BEGIN, *opening))
         *first, last = _messages(decide(found[len(BEGIN) :]))
         for statements in first:
-            answers.extend(await ask(db, statements))
+            answers.extend(await execute(db, statements))
 
     async def commit(db: Any) -> None:
-        answers.extend(await conclude(db, last))
+        answers.extend(await execute_and_commit(db, last))
 
     await write(work, commit)
     return answers
@@ -132,7 +132,7 @@ async def join(write: Write, member: Member, identity: str) -> str:
         f" VALUES ({values}) ON DUPLICATE KEY UPDATE alive = members.alive",
         f"SELECT alive, {identity} FROM members WHERE instance_id = {name}",  # noqa: S608
     )
-    _, rows = await write(lambda db: ask(db, said))
+    _, rows = await write(lambda db: execute(db, said))
     if not rows or not rows[0][0]:
         raise MemberDead(f"{member.instance_id} was declared dead")
     return str(rows[0][1])
@@ -144,7 +144,7 @@ async def heartbeat(write: Write, instance_id: str, counter: int, identity: str)
         f" WHERE instance_id = {literal(instance_id)} AND alive = 1",
         f"SELECT {ms('UTC_TIMESTAMP(3)')}, {identity}",
     )
-    met, [[now_ms, server]] = await write(lambda db: ask(db, said))
+    met, [[now_ms, server]] = await write(lambda db: execute(db, said))
     if not met:
         raise MemberDead(f"{instance_id} was declared dead")
     return int(now_ms), str(server)
@@ -165,13 +165,13 @@ async def mark_dead(write: Write, instance_id: str, counter: int) -> bool:
         f"UPDATE members SET alive = 0 WHERE instance_id = {name} AND counter = {counter}",  # noqa: S608
         f"SELECT 1 FROM members WHERE instance_id = {name} AND alive = 1",  # noqa: S608
     )
-    _, living = await write(lambda db: ask(db, said))
+    _, living = await write(lambda db: execute(db, said))
     return not living
 
 
 async def forget_member(write: Write, instance_id: str) -> None:
     sql = f"DELETE FROM members WHERE instance_id = {literal(instance_id)} AND alive = 0"  # noqa: S608
-    await write(lambda db: ask(db, (sql,)))
+    await write(lambda db: execute(db, (sql,)))
 
 
 # --- shards --------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ async def ensure_shards(write: Write, count: int) -> None:
         f"INSERT INTO shards (shard_id, shard_version, shard_nonce, shard_claimed_at) VALUES {rows}"  # noqa: S608
         " ON DUPLICATE KEY UPDATE shard_version = shards.shard_version"
     )
-    await write(lambda db: ask(db, (sql,)))
+    await write(lambda db: execute(db, (sql,)))
 
 
 async def shards(read: Read) -> list[ShardRow]:
@@ -194,7 +194,7 @@ async def shards(read: Read) -> list[ShardRow]:
 async def claim(write: Write, claims: Sequence[Claim]) -> list[ShardRow]:
     rows: dict[int, ShardRow] = {}
     write = in_steps(write)
-    for turn in turns([claim.shard_id for claim in claims]):
+    for turn in shard_rounds([claim.shard_id for claim in claims]):
         rows |= await _claim_turn(write, [claims[index] for index in turn])
     return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
 
@@ -235,7 +235,7 @@ def _claimed(row: ShardRow, claim: Claim) -> ShardRow:
 async def release(write: Write, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
     write = in_steps(write)
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         held = await _release_turn(write, [fences[index] for index in turn])
         for index in turn:
             if fences[index].shard_id not in held:
@@ -266,7 +266,7 @@ async def _release_turn(write: Write, fences: Sequence[Fence]) -> set[int]:
 async def commit(write: Write, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
     write = in_steps(write)
-    for turn in turns([batch.fence.shard_id for batch in batches]):
+    for turn in shard_rounds([batch.fence.shard_id for batch in batches]):
         some = [batches[index] for index in turn]
         for index, result in zip(turn, await _commit_turn(write, some), strict=True):
             results[index] = result
@@ -333,7 +333,7 @@ def _writing(held: Sequence[_Prepared], there: set[tuple[int, str, str]]) -> lis
 async def purge_reached(write: Write, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
     results: list[int | ShardLost] = [0] * len(fences)
     write = in_steps(write)
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         removed = await _purge_turn(write, [fences[index] for index in turn], before_ms, limit)
         for index in turn:
             count = removed.get(fences[index].shard_id)
@@ -379,7 +379,7 @@ async def put_namespace(write: Write, namespace: Namespace, expected_revision: i
 
     async def work(db: Any) -> bool:
         try:
-            [met] = await ask(db, (sql,))
+            [met] = await execute(db, (sql,))
         except asyncmy.IntegrityError:  # there is one
             return False
         return bool(met)

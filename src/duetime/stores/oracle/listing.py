@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import Item, Piece, Scan, matching, merged
-from duetime.stores.oracle.connection import Link, Run
-from duetime.stores.oracle.rows import COLUMNS, KEY, READING, kept
+from duetime.stores.merging import Item, Scan, ScanResult, matching, merge_scans
+from duetime.stores.oracle.connection import Connection, Run
+from duetime.stores.oracle.rows import COLUMNS, KEY, ROW_READER, kept
 from duetime.stores.oracle.statements import beyond, fetched, scan_values
 from duetime.stores.rows import TIMER_COLUMNS
 
@@ -46,16 +46,16 @@ SCANS = {
 async def list_timers(read: Run, query: ListQuery) -> Listing:
     """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
 
-    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
-        pieces: list[Piece] = []
+    async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
+        pieces: list[ScanResult] = []
         for first in range(0, len(scans), SCANS_AT_ONCE):
             pieces += await read(partial(_pieces, query, scans[first : first + SCANS_AT_ONCE]))
         return pieces
 
-    return await merged(query, fetch, in_one_scan=query.correlation_id is not None)
+    return await merge_scans(query, fetch, in_order=query.correlation_id is not None)
 
 
-async def _pieces(query: ListQuery, scans: Sequence[Scan], db: Link) -> list[Piece]:
+async def _pieces(query: ListQuery, scans: Sequence[Scan], db: Connection) -> list[ScanResult]:
     by_correlation = query.correlation_id is not None
     values: dict[str, Any] = {"namespace": query.namespace}
     if by_correlation:
@@ -67,7 +67,7 @@ async def _pieces(query: ListQuery, scans: Sequence[Scan], db: Link) -> list[Pie
     items: list[list[Item]] = [[] for _ in scans]
     for row in await fetched(db, SCANS["reached" if query.outcomes else "timers", by_correlation], values):
         is_of_it = row[_NAMESPACE] == query.namespace
-        items[int(row[-1])].append((READING.place(row), matching(query, row, READING) if is_of_it else None))
+        items[int(row[-1])].append((ROW_READER.place(row), matching(query, row, ROW_READER) if is_of_it else None))
     for some in items:
         some.sort(key=lambda item: item[0])  # as they come, unless the server works on several parts at once
-    return [Piece(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]
+    return [ScanResult(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]

@@ -20,8 +20,8 @@ from duetime.stores.rows import (
     REACHED_COLUMNS,
     TIMER_COLUMNS,
     TIMES,
-    Reading,
     Row,
+    RowReader,
     reached_of,
     reached_values,
     timer_of,
@@ -33,7 +33,7 @@ __all__ = [
     "INSERT",
     "INSERT_TYPES",
     "KEY",
-    "READING",
+    "ROW_READER",
     "SHARD",
     "as_was",
     "at",
@@ -142,7 +142,7 @@ def _place(row: Row) -> Position:
     return Position(ms(row[0]), row[1], row[2])
 
 
-READING: Final = Reading(timer=timer_at, reached=reached_at, place=_place)
+ROW_READER: Final = RowReader(timer=timer_at, reached=reached_at, place=_place)
 
 SHARD: Final = (
     "shard_id, shard_version, shard_nonce, shard_owner_id, shard_owner_address, shard_claimed_at, shard_low_water"

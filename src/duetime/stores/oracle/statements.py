@@ -22,13 +22,14 @@ import oracledb
 from duetime.domain.timer import Namespace, Position, TimerKey
 from duetime.errors import MemberDead, ShardLost
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
-from duetime.stores.oracle.connection import Link, Run, code_of
+from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, shard_rounds
+from duetime.stores.oracle.connection import Connection, Run
+from duetime.stores.oracle.errors import code_of
 from duetime.stores.oracle.rows import (
     INSERT,
     INSERT_TYPES,
     KEY,
-    READING,
+    ROW_READER,
     SHARD,
     as_was,
     at,
@@ -42,8 +43,8 @@ from duetime.stores.rows import (
     KEY_COLUMNS,
     REACHED_COLUMNS,
     TIMER_COLUMNS,
-    Ends,
     Row,
+    StoredRows,
     as_json,
     bound_ms,
     found_by_key,
@@ -110,7 +111,7 @@ LOAD = (
 
 
 @cache
-def get_sql(count: int, ends_max: int) -> str:
+def get_sql(count: int, reached_max: int) -> str:
     """Timers and the newest ends in one statement, so that they are of one moment. What a timer has not is NULL."""
     keys = ", ".join(f"(:shard_{n}, :namespace_{n}, :id_{n})" for n in range(count))
     wanted = f"(shard_id, timer_namespace, timer_id) IN ({keys})"
@@ -124,7 +125,7 @@ SELECT {ended}, shard_id FROM (
   SELECT {ended}, shard_id,
     ROW_NUMBER() OVER (PARTITION BY shard_id, timer_namespace, timer_id ORDER BY {newest_first}) AS place
   FROM reached WHERE {wanted})
-WHERE place <= {ends_max}
+WHERE place <= {reached_max}
 """  # noqa: S608
 
 
@@ -133,7 +134,7 @@ _OUTCOME = REACHED_COLUMNS.index("timer_outcome")
 # --- asking --------------------------------------------------------------------------------------
 
 
-async def met(db: Link, sql: str, rows: Sequence[dict[str, Any]], **types: Any) -> list[int]:
+async def met(db: Connection, sql: str, rows: Sequence[dict[str, Any]], **types: Any) -> list[int]:
     """Of an array statement: how many rows each of its parts has met."""
     with db.connection.cursor() as cursor:
         if types:
@@ -142,7 +143,7 @@ async def met(db: Link, sql: str, rows: Sequence[dict[str, Any]], **types: Any) 
         return list(cursor.getarraydmlrowcounts())
 
 
-async def add(db: Link, sql: str, rows: Sequence[Any], types: Sequence[Any], *, unless_there: bool) -> None:
+async def add(db: Connection, sql: str, rows: Sequence[Any], types: Sequence[Any], *, unless_there: bool) -> None:
     """Of those that may be there already, those that are stay as they are."""
     if not rows:
         return
@@ -155,7 +156,7 @@ async def add(db: Link, sql: str, rows: Sequence[Any], types: Sequence[Any], *, 
 
 
 async def fetched(
-    db: Link, sql: str, values: dict[str, Any], enough: Callable[[Sequence[Row]], bool] | None = None
+    db: Connection, sql: str, values: dict[str, Any], enough: Callable[[Sequence[Row]], bool] | None = None
 ) -> list[Row]:
     """The rows of a query. `enough` is asked after every portion whether it is."""
     with db.connection.cursor() as cursor:
@@ -172,7 +173,7 @@ async def fetched(
         return rows
 
 
-async def _held(db: Link, fences: Sequence[Fence], waters: Sequence[Position | None]) -> list[bool]:
+async def _held(db: Connection, fences: Sequence[Fence], waters: Sequence[Position | None]) -> list[bool]:
     """Locks the shard rows, in the order given. `waters`: what their low water becomes, if anything."""
     rows = [
         {"low_water": None if water is None else as_json(water), **_fence(fence)}
@@ -203,7 +204,7 @@ async def join(write: Run, member: Member, _: str) -> str:
     )
     types = (None, None, None, None, oracledb.DB_TYPE_TIMESTAMP, None)
 
-    async def work(db: Link) -> tuple[bool, str]:
+    async def work(db: Connection) -> tuple[bool, str]:
         await add(db, sql, [values], types, unless_there=True)
         row = await db.connection.fetchone("SELECT alive FROM members WHERE instance_id = :1", [member.instance_id])
         return row is not None and bool(row[0]), db.history
@@ -220,7 +221,7 @@ async def heartbeat(write: Run, instance_id: str, counter: int, _: str) -> tuple
         " RETURNING SYS_EXTRACT_UTC(SYSTIMESTAMP) INTO :now"
     )
 
-    async def work(db: Link) -> tuple[list[datetime], str]:
+    async def work(db: Connection) -> tuple[list[datetime], str]:
         with db.connection.cursor() as cursor:
             now = cursor.var(oracledb.DB_TYPE_TIMESTAMP)
             await cursor.execute(sql, {"counter": counter, "instance_id": instance_id, "now": now})
@@ -245,7 +246,7 @@ async def members(read: Run) -> list[Member]:
 async def mark_dead(write: Run, instance_id: str, counter: int) -> bool:
     sql = "UPDATE members SET alive = 0 WHERE instance_id = :instance_id AND counter = :counter"
 
-    async def work(db: Link) -> bool:
+    async def work(db: Connection) -> bool:
         [died] = await met(db, sql, [{"instance_id": instance_id, "counter": counter}])
         row = await db.connection.fetchone("SELECT alive FROM members WHERE instance_id = :1", [instance_id])
         return bool(died) or row is None or not row[0]
@@ -262,7 +263,7 @@ async def forget_member(write: Run, instance_id: str) -> None:
 
 
 async def ensure_shards(write: Run, count: int) -> None:
-    async def work(db: Link) -> None:
+    async def work(db: Connection) -> None:
         there = {row[0] for row in await fetched(db, SHARDS, {"first": 0, "last": count})}
         missing = [[shard_id] for shard_id in range(count) if shard_id not in there]
         await add(db, NEW_SHARD, missing, (oracledb.DB_TYPE_NUMBER,), unless_there=True)
@@ -278,13 +279,13 @@ async def shards(read: Run) -> list[ShardRow]:
 async def claim(write: Run, claims: Sequence[Claim]) -> list[ShardRow]:
     rows: dict[int, ShardRow] = {}
     step = in_steps(write)
-    for turn in turns([claim.shard_id for claim in claims]):
+    for turn in shard_rounds([claim.shard_id for claim in claims]):
         found: list[Row] = await step(partial(_claim_turn, [claims[index] for index in turn]))
         rows.update((row[0], shard_row(row)) for row in found)
     return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
 
 
-async def _claim_turn(claims: Sequence[Claim], db: Link) -> list[Row]:
+async def _claim_turn(claims: Sequence[Claim], db: Connection) -> list[Row]:
     """The rows as they are afterwards: all that lie between, because that is one statement."""
     values = [
         {
@@ -304,14 +305,14 @@ async def _claim_turn(claims: Sequence[Claim], db: Link) -> list[Row]:
 async def release(write: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
     step = in_steps(write)
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         counts: list[int] = await step(partial(_release_turn, [fences[index] for index in turn]))
         for index, count in zip(turn, counts, strict=True):
             results[index] = None if count else lost(fences[index])
     return results
 
 
-async def _release_turn(fences: Sequence[Fence], db: Link) -> list[int]:
+async def _release_turn(fences: Sequence[Fence], db: Connection) -> list[int]:
     return await met(db, RELEASE, [_fence(fence) for fence in fences])
 
 
@@ -321,14 +322,14 @@ async def _release_turn(fences: Sequence[Fence], db: Link) -> list[int]:
 async def commit(write: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
     step = in_steps(write)
-    for turn in turns([batch.fence.shard_id for batch in batches]):
+    for turn in shard_rounds([batch.fence.shard_id for batch in batches]):
         answers: list[Committed | ShardLost] = await step(partial(_commit_turn, [batches[index] for index in turn]))
         for index, answer in zip(turn, answers, strict=True):
             results[index] = answer
     return results
 
 
-async def _commit_turn(batches: Sequence[Batch], db: Link) -> list[Committed | ShardLost]:
+async def _commit_turn(batches: Sequence[Batch], db: Connection) -> list[Committed | ShardLost]:
     """All batches or, if a fence failed, nothing; then the others are written as if that one had not been there."""
     held = await _held(db, [batch.fence for batch in batches], [batch.low_water for batch in batches])
     if not all(held):
@@ -356,7 +357,7 @@ async def purge_reached(write: Run, fences: Sequence[Fence], before_ms: int, lim
     results: list[int | ShardLost] = [0] * len(fences)
     step = in_steps(write)
     values = {"before": at(bound_ms(before_ms)), "most": limit}
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         some = [fences[index] for index in turn]
         answers: list[int | ShardLost] = await step(partial(_purge_turn, some, values))
         for index, answer in zip(turn, answers, strict=True):
@@ -364,7 +365,7 @@ async def purge_reached(write: Run, fences: Sequence[Fence], before_ms: int, lim
     return results
 
 
-async def _purge_turn(fences: Sequence[Fence], values: dict[str, Any], db: Link) -> list[int | ShardLost]:
+async def _purge_turn(fences: Sequence[Fence], values: dict[str, Any], db: Connection) -> list[int | ShardLost]:
     """A fence that failed has changed nothing, so the others can go on."""
     held = await _held(db, fences, [None] * len(fences))
     good = [{"shard_id": fence.shard_id, **values} for fence, holds in zip(fences, held, strict=True) if holds]
@@ -376,13 +377,13 @@ async def _purge_turn(fences: Sequence[Fence], values: dict[str, Any], db: Link)
 
 
 async def load(read: Run, requests: Sequence[PageRequest]) -> list[Page]:
-    async def work(db: Link) -> list[Page]:
+    async def work(db: Connection) -> list[Page]:
         return [await _load_one(db, request, LOAD_BYTES_MAX // len(requests)) for request in requests]
 
     return await read(work) if requests else []
 
 
-async def _load_one(db: Link, request: PageRequest, bytes_max: int) -> Page:
+async def _load_one(db: Connection, request: PageRequest, bytes_max: int) -> Page:
     """A page ends early after the portion in which its payloads pass its weight."""
     weight = 0
 
@@ -394,9 +395,9 @@ async def _load_one(db: Link, request: PageRequest, bytes_max: int) -> Page:
     values = scan_values(0, request.shard_id, request.after, request.until_ms, request.limit + 1)
     rows = await fetched(db, LOAD, values, enough)
     if weight <= bytes_max and len(rows) <= request.limit:
-        return page_of(rows, None, READING)
+        return page_of(rows, None, ROW_READER)
     del rows[request.limit :]
-    return page_of(rows, READING.place(rows[-1]), READING)
+    return page_of(rows, ROW_READER.place(rows[-1]), ROW_READER)
 
 
 async def get_many(read: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
@@ -404,16 +405,18 @@ async def get_many(read: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Foun
     found: dict[tuple[int, TimerKey], Found] = {}
     for first in range(0, len(wanted), KEYS_AT_ONCE):
         some = wanted[first : first + KEYS_AT_ONCE]
-        found |= await found_by_key(some, partial(_stored, read), READING)
+        found |= await found_by_key(some, partial(_stored, read), ROW_READER)
     return [found[key] for key in keys]
 
 
-async def _stored(read: Run, keys: Sequence[tuple[int, TimerKey]], ends_max: int) -> Ends[tuple[int, TimerKey]]:
+async def _stored(
+    read: Run, keys: Sequence[tuple[int, TimerKey]], reached_max: int
+) -> StoredRows[tuple[int, TimerKey]]:
     timers: dict[tuple[int, TimerKey], Row] = {}
     ends: dict[tuple[int, TimerKey], list[Row]] = {}
-    sql = get_sql(KEYS_AT_ONCE, ends_max)
+    sql = get_sql(KEYS_AT_ONCE, reached_max)
     for row in await read(partial(fetched, sql=sql, values=_keys_values(keys))):
-        key = row[-1], TimerKey(*READING.name(row))
+        key = row[-1], TimerKey(*ROW_READER.name(row))
         if row[_OUTCOME] is None:
             timers[key] = row
         else:
@@ -453,7 +456,7 @@ async def put_namespace(write: Run, namespace: Namespace, expected_revision: int
             " WHERE name = :name AND revision = :expected"
         )
 
-    async def work(db: Link) -> bool:
+    async def work(db: Connection) -> bool:
         try:
             [changed] = await met(db, sql, [values])
         except oracledb.IntegrityError as error:

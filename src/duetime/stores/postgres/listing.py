@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import Item, Piece, Scan, matching, merged
+from duetime.stores.merging import Item, Scan, ScanResult, matching, merge_scans
 from duetime.stores.postgres.rows import KEY, at, selected
 from duetime.stores.postgres.statements import Run
-from duetime.stores.rows import as_json, bound_ms, place_of
+from duetime.stores.rows import as_json, bound_ms, position_of
 
 __all__ = ["list_timers"]
 
@@ -60,7 +60,7 @@ async def list_timers(run: Run, query: ListQuery) -> Listing:
         sorted(query.outcomes) or None,
     )
 
-    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
         rows = await run(
             sql,
             [scan.shard_id for scan in scans],
@@ -73,7 +73,7 @@ async def list_timers(run: Run, query: ListQuery) -> Listing:
         )
         items: dict[int, list[Item]] = {scan.shard_id: [] for scan in scans}
         for row in rows:
-            items[row[-2]].append((place_of(row), matching(query, row) if row[-1] else None))
-        return [Piece(items[scan.shard_id], len(items[scan.shard_id]) < scan.count) for scan in scans]
+            items[row[-2]].append((position_of(row), matching(query, row) if row[-1] else None))
+        return [ScanResult(items[scan.shard_id], len(items[scan.shard_id]) < scan.count) for scan in scans]
 
-    return await merged(query, fetch, in_one_scan=by_correlation)
+    return await merge_scans(query, fetch, in_order=by_correlation)

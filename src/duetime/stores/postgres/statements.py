@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from duetime.domain.timer import ROW_FORMAT, Namespace, TimerKey
 from duetime.errors import MemberDead, ShardLost
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
+from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, shard_rounds
 from duetime.stores.postgres.rows import (
     COLUMNS,
     IF_NULL,
@@ -40,14 +40,14 @@ from duetime.stores.postgres.rows import (
     shard_row,
 )
 from duetime.stores.rows import (
-    Ends,
     Row,
+    StoredRows,
     as_json,
     bound_ms,
     found_by_key,
     namespaces_of,
     page_of,
-    place_of,
+    position_of,
 )
 
 LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
@@ -326,7 +326,7 @@ async def shards(run: Run) -> list[ShardRow]:
 async def claim(run: Run, claims: Sequence[Claim]) -> list[ShardRow]:
     rows: dict[int, ShardRow] = {}
     run = in_steps(run)
-    for turn in turns([claim.shard_id for claim in claims]):
+    for turn in shard_rounds([claim.shard_id for claim in claims]):
         wishes = [claims[index] for index in turn]
         answer = await run(
             _CLAIM,
@@ -344,7 +344,7 @@ async def claim(run: Run, claims: Sequence[Claim]) -> list[ShardRow]:
 async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
     run = in_steps(run)
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         rows = await run(_RELEASE, *_fence_columns([fences[index] for index in turn]))
         released = {row[0] for row in rows}
         for index in turn:
@@ -359,7 +359,7 @@ async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
 async def commit(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
     run = in_steps(run)
-    for turn in turns([batch.fence.shard_id for batch in batches]):
+    for turn in shard_rounds([batch.fence.shard_id for batch in batches]):
         for index, result in zip(turn, await _commit_turn(run, [batches[index] for index in turn]), strict=True):
             results[index] = result
     return results
@@ -427,7 +427,7 @@ def _page(request: PageRequest, rows: list[Row]) -> Page:
     if total <= request.limit and len(rows) == total:
         return page_of(rows, None)
     del rows[request.limit :]
-    return page_of(rows, place_of(rows[-1]))
+    return page_of(rows, position_of(rows[-1]))
 
 
 Key = tuple[int, TimerKey]
@@ -440,9 +440,9 @@ async def get_many(run: Run, keys: Sequence[Key]) -> list[Found]:
     return [found[key] for key in keys]
 
 
-async def _stored(run: Run, keys: Sequence[Key], ends_max: int) -> Ends[Key]:
+async def _stored(run: Run, keys: Sequence[Key], reached_max: int) -> StoredRows[Key]:
     rows = await run(
-        get_sql(ends_max),
+        get_sql(reached_max),
         [shard_id for shard_id, _ in keys],
         [key.namespace for _, key in keys],
         [key.timer_id for _, key in keys],
@@ -461,7 +461,7 @@ async def _stored(run: Run, keys: Sequence[Key], ends_max: int) -> Ends[Key]:
 async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
     results: list[int | ShardLost] = [0] * len(fences)
     run = in_steps(run)
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         some = [fences[index] for index in turn]
         removed = dict(await run(_PURGE, *_fence_columns(some), bound_ms(before_ms), limit))
         for index in turn:

@@ -22,21 +22,21 @@ from msgspec import Struct
 from duetime.domain.timer import ROW_FORMAT, Namespace, Position, TimerKey
 from duetime.errors import MemberDead, ShardLost
 from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, PageRequest, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, committed, lost, turns
-from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Collected, matching
+from duetime.stores.fencing import NOTHING_REPLACED, committed, lost, shard_rounds
+from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, ListingBuilder, matching
 from duetime.stores.rows import (
-    ENDS_MAX,
+    DEFAULT_ROW_READER,
     KEY_COLUMNS,
     LARGEST,
-    PLAIN,
     REACHED_COLUMNS,
+    REACHED_ROWS_MAX,
     TIMER_COLUMNS,
-    Reading,
+    RowReader,
     as_json,
     found_of,
     namespaces_of,
     page_of,
-    place_of,
+    position_of,
     reached_of,
     reached_values,
     timer_of,
@@ -135,7 +135,7 @@ _GET_ENDS = f"""
 SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
   SELECT {_REACHED} AS row FROM timers WHERE row_type = 3 AND shard_id = ? AND timer_namespace = ? AND timer_id = ?
   ORDER BY timer_generation DESC, timer_reached_at DESC,
-    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT {ENDS_MAX})
+    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT {REACHED_ROWS_MAX})
 """  # noqa: S608
 
 
@@ -196,10 +196,12 @@ def _text(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, A
 # fetched as bytes, and texts that are not UTF-8 are decoded with surrogates, which no valid text contains.
 
 
-def _rows(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]) -> tuple[list[list[Any]], Reading]:
+def _rows(
+    db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]
+) -> tuple[list[list[Any]], RowReader]:
     """The rows of an answer, and how they are to be read."""
     try:
-        return _decode_rows(_text(db, sql, bindings)), PLAIN
+        return _decode_rows(_text(db, sql, bindings)), DEFAULT_ROW_READER
     except UnicodeDecodeError:
         [answer] = cast(tuple[bytes], db.execute(f"SELECT CAST(answer AS BLOB) FROM ({sql})", bindings).fetchone())  # noqa: S608
         return _decode_marked(answer), _MARKED
@@ -224,7 +226,7 @@ def _is_marked(text: str) -> bool:
     return text.encode(errors="ignore") != text.encode(errors="surrogatepass")
 
 
-_MARKED: Final = Reading(
+_MARKED: Final = RowReader(
     timer=lambda row: timer_of(_unmarked(row)), reached=lambda row: reached_of(_unmarked(row)), name=_name
 )
 
@@ -281,7 +283,7 @@ def _shard_rows(text: str) -> list[ShardRow]:
 
 
 def claim(db: apsw.Connection, claims: Sequence[Claim]) -> list[ShardRow]:
-    for turn in turns([claim.shard_id for claim in claims]):
+    for turn in shard_rounds([claim.shard_id for claim in claims]):
         wishes = [claims[index] for index in turn]
         db.execute(
             _CLAIM,
@@ -298,7 +300,7 @@ def claim(db: apsw.Connection, claims: Sequence[Claim]) -> list[ShardRow]:
 
 def release(db: apsw.Connection, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         held, _ = _check(db, [fences[index] for index in turn], [])
         db.execute(_RELEASE, (as_json([fences[index].shard_id for index in turn if fences[index] in held]),))
         for index in turn:
@@ -322,7 +324,7 @@ _Key = tuple[int, str, str]
 
 def commit(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
-    for turn in turns([batch.fence.shard_id for batch in batches]):
+    for turn in shard_rounds([batch.fence.shard_id for batch in batches]):
         for index, result in zip(turn, _commit_turn(db, [batches[index] for index in turn]), strict=True):
             results[index] = result
     return results
@@ -373,7 +375,7 @@ def _load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, li
     if len(rows) <= limit:
         return page_of(rows, None, reading)
     del rows[limit:]
-    return page_of(rows, place_of(rows[-1]), reading)
+    return page_of(rows, position_of(rows[-1]), reading)
 
 
 def _shorter_if_too_big(fetch: Callable[[int], T], count: int) -> tuple[T, int]:
@@ -443,13 +445,13 @@ class _BudgetSpent(Exception):
 def list_timers(db: apsw.Connection, query: ListQuery) -> Listing:
     """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
     scan = _Scan(db, query)
-    found = Collected(query)
+    found = ListingBuilder(query)
     seen: Position | None = None
     try:
-        for row in heapq.merge(*scan.streams(), key=place_of):
+        for row in heapq.merge(*scan.streams(), key=position_of):
             if len(found.items) == query.limit:
                 break
-            seen = place_of(row)
+            seen = position_of(row)
             if len(row) > 3:
                 found.add(matching(query, row, _MARKED))
         else:
@@ -502,7 +504,7 @@ class _Scan:
             yield from rows
             if len(rows) < page:
                 return
-            after, page = place_of(rows[-1]), page * 2
+            after, page = position_of(rows[-1]), page * 2
 
     def _fetch(self, sql: str, shard_id: int, after: Position, page: int) -> tuple[list[list[Any]], int]:
         bindings = self._bindings | {"shard_id": shard_id, "a": after[0], "b": after[1], "c": after[2]}

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import Item, Piece, Scan, matching, merged
+from duetime.stores.merging import Item, Scan, ScanResult, matching, merge_scans
 from duetime.stores.rows import TIMER_COLUMNS, bound_ms
-from duetime.stores.sqlserver.connection import Link, Run, ask
-from duetime.stores.sqlserver.rows import READING, as_bytes, at, document, selected
+from duetime.stores.sqlserver.connection import Connection, Run, execute
+from duetime.stores.sqlserver.rows import ROW_READER, as_bytes, at, document, selected
 from duetime.stores.sqlserver.statements import query as query_sql
 from duetime.stores.sqlserver.statements import scan_sql
 
@@ -38,16 +38,16 @@ LIST = {
 async def list_timers(read: Run, query: ListQuery) -> Listing:
     """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
 
-    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
-        pieces: list[Piece] = []
+    async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
+        pieces: list[ScanResult] = []
         for first in range(0, len(scans), SCANS_AT_ONCE):
             pieces += await read(partial(_pieces, query, scans[first : first + SCANS_AT_ONCE]))
         return pieces
 
-    return await merged(query, fetch, in_one_scan=query.correlation_id is not None)
+    return await merge_scans(query, fetch, in_order=query.correlation_id is not None)
 
 
-def _pieces(query: ListQuery, scans: Sequence[Scan], link: Link) -> list[Piece]:
+def _pieces(query: ListQuery, scans: Sequence[Scan], db: Connection) -> list[ScanResult]:
     said = {
         "namespace": query.namespace,
         "correlation_id": query.correlation_id,
@@ -65,11 +65,11 @@ def _pieces(query: ListQuery, scans: Sequence[Scan], link: Link) -> list[Piece]:
         ],
     }
     sql = LIST[3 if query.outcomes else 2, query.correlation_id is not None]
-    [rows] = ask(link, sql, document(said))
+    [rows] = execute(db, sql, document(said))
     items: list[list[Item]] = [[] for _ in scans]
     for row in rows:
         is_of_it = row[_NAMESPACE] == query.namespace
-        items[row[-1]].append((READING.place(row), matching(query, row, READING) if is_of_it else None))
+        items[row[-1]].append((ROW_READER.place(row), matching(query, row, ROW_READER) if is_of_it else None))
     for some in items:
         some.sort(key=lambda item: item[0])  # as they come, but nothing says so
-    return [Piece(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]
+    return [ScanResult(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]

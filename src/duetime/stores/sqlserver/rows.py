@@ -19,8 +19,8 @@ from duetime.stores.rows import (
     REACHED_COLUMNS,
     TIMER_COLUMNS,
     TIMES,
-    Reading,
     Row,
+    RowReader,
     reached_of,
     reached_values,
     timer_of,
@@ -29,7 +29,7 @@ from duetime.stores.rows import (
 
 __all__ = [
     "KEY",
-    "READING",
+    "ROW_READER",
     "SHARD",
     "as_bytes",
     "at",
@@ -167,7 +167,7 @@ def _place(row: Row) -> Position:
     return Position(ms(row[0]), row[1], row[2])
 
 
-READING: Final = Reading(timer=timer_at, reached=reached_at, place=_place)
+ROW_READER: Final = RowReader(timer=timer_at, reached=reached_at, place=_place)
 
 SHARD: Final = (
     "s.shard_id, s.shard_version, s.shard_nonce, s.shard_owner_id, s.shard_owner_address, s.shard_claimed_at,"

@@ -22,22 +22,22 @@ from typing import Any
 from duetime.domain.timer import Namespace, TimerKey
 from duetime.errors import MemberDead, ShardLost
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
+from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, shard_rounds
 from duetime.stores.rows import (
     KEY_COLUMNS,
     TIMER_COLUMNS,
-    Ends,
     Row,
+    StoredRows,
     as_json,
     bound_ms,
     found_by_key,
     namespaces_of,
     page_of,
 )
-from duetime.stores.sqlserver.connection import Link, Run, ask, ask_until
+from duetime.stores.sqlserver.connection import Connection, Run, execute, fetch_until
 from duetime.stores.sqlserver.rows import (
     KEY,
-    READING,
+    ROW_READER,
     SHARD,
     as_bytes,
     at,
@@ -165,7 +165,7 @@ LOAD = query(scan_sql(2, selected(2)))
 
 
 @cache
-def get_sql(ends_max: int) -> str:
+def get_sql(reached_max: int) -> str:
     """The timers first, and locked: whatever settles one waits until its reached row was read, so both are of the same
     moment."""
     return transaction(f"""SET DEADLOCK_PRIORITY LOW;
@@ -173,8 +173,8 @@ SELECT {selected(2)}, k.number FROM {_KEYS} AS k
   INNER LOOP JOIN timers AS t WITH (HOLDLOCK, ROWLOCK, INDEX(timers_by_id)) ON t.row_type = 2 AND {_OF_KEY}
   OPTION (MAXDOP 1);
 SELECT t.*, k.number FROM {_KEYS} AS k
-  CROSS APPLY (SELECT TOP ({ends_max}) {selected(3)} FROM timers AS t WITH (INDEX(reached_by_id)) WHERE t.row_type = 3
-    AND {_OF_KEY}
+  CROSS APPLY (SELECT TOP ({reached_max}) {selected(3)} FROM timers AS t WITH (INDEX(reached_by_id))
+    WHERE t.row_type = 3 AND {_OF_KEY}
     ORDER BY {", ".join(f"t.{n} DESC" for n in ("timer_generation", "timer_reached_at", *KEY_COLUMNS))}) AS t
   OPTION (LOOP JOIN, FORCE ORDER, MAXDOP 1);""")  # noqa: S608
 
@@ -217,8 +217,8 @@ PUT_NAMESPACE = transaction(f"""UPDATE o SET num_shards = n.num_shards, revision
 SELECT @@ROWCOUNT;""")  # noqa: S608
 
 
-def _said(sql: str, document: str | None, link: Link) -> list[list[Row]]:
-    return ask(link, sql, document)
+def _said(sql: str, document: str | None, db: Connection) -> list[list[Row]]:
+    return execute(db, sql, document)
 
 
 # --- members -------------------------------------------------------------------------------------
@@ -236,9 +236,9 @@ async def join(write: Run, member: Member, _: str) -> str:
     )
     said = document([values])
 
-    def work(link: Link) -> tuple[list[Row], str]:
-        [rows] = ask(link, JOIN, said)
-        return rows, link.history
+    def work(db: Connection) -> tuple[list[Row], str]:
+        [rows] = execute(db, JOIN, said)
+        return rows, db.history
 
     rows, history = await write(work)
     if not rows or not rows[0][0]:
@@ -249,9 +249,9 @@ async def join(write: Run, member: Member, _: str) -> str:
 async def heartbeat(write: Run, instance_id: str, counter: int, _: str) -> tuple[int, str]:
     said = document([[instance_id, counter]])
 
-    def work(link: Link) -> tuple[Row, str]:
-        [[row]] = ask(link, HEARTBEAT, said)
-        return row, link.history
+    def work(db: Connection) -> tuple[Row, str]:
+        [[row]] = execute(db, HEARTBEAT, said)
+        return row, db.history
 
     (met, now_ms), history = await write(work)
     if not met:
@@ -292,7 +292,7 @@ async def shards(read: Run) -> list[ShardRow]:
 async def claim(write: Run, claims: Sequence[Claim]) -> list[ShardRow]:
     rows: dict[int, ShardRow] = {}
     step = in_steps(write)
-    for turn in turns([claim.shard_id for claim in claims]):
+    for turn in shard_rounds([claim.shard_id for claim in claims]):
         some = [claims[index] for index in turn]
         values = [(c.shard_id, c.expected_version, c.nonce, c.owner_id, c.owner_address, at(c.now_ms)) for c in some]
         found: list[list[Row]] = await step(partial(_said, CLAIM, document(values)))
@@ -303,7 +303,7 @@ async def claim(write: Run, claims: Sequence[Claim]) -> list[ShardRow]:
 async def release(write: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
     step = in_steps(write)
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         said = document({"fences": _fences([fences[index] for index in turn])})
         found: list[list[Row]] = await step(partial(_said, RELEASE, said))
         released = {row[0] for rows in found for row in rows}
@@ -323,7 +323,7 @@ def _fences(fences: Sequence[Fence]) -> list[tuple[int, int, int]]:
 async def commit(write: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
     step: Any = in_steps(write)
-    for turn in turns([batch.fence.shard_id for batch in batches]):
+    for turn in shard_rounds([batch.fence.shard_id for batch in batches]):
         answers = await _commit_turn(step, [batches[index] for index in turn])
         for index, answer in zip(turn, answers, strict=True):
             results[index] = answer
@@ -363,7 +363,7 @@ def commit_document(batches: Sequence[Batch]) -> str:
 async def purge_reached(write: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
     results: list[int | ShardLost] = [0] * len(fences)
     step = in_steps(write)
-    for turn in turns([fence.shard_id for fence in fences]):
+    for turn in shard_rounds([fence.shard_id for fence in fences]):
         some = [fences[index] for index in turn]
         said = document({"fences": _fences(some), "before": at(bound_ms(before_ms)), "most": limit})
         found: list[list[Row]] = await step(partial(_said, PURGE, said))
@@ -379,13 +379,13 @@ async def purge_reached(write: Run, fences: Sequence[Fence], before_ms: int, lim
 
 
 async def load(read: Run, requests: Sequence[PageRequest]) -> list[Page]:
-    def work(link: Link) -> list[Page]:
-        return [_load_one(link, request, LOAD_CHARS_MAX // len(requests)) for request in requests]
+    def work(db: Connection) -> list[Page]:
+        return [_load_one(db, request, LOAD_CHARS_MAX // len(requests)) for request in requests]
 
     return await read(work) if requests else []
 
 
-def _load_one(link: Link, request: PageRequest, chars_max: int) -> Page:
+def _load_one(db: Connection, request: PageRequest, chars_max: int) -> Page:
     """A page ends early after the portion in which its payloads pass its weight."""
     weight = 0
 
@@ -404,11 +404,11 @@ def _load_one(link: Link, request: PageRequest, chars_max: int) -> Page:
         at(bound_ms(request.until_ms)),
         request.limit + 1,
     )
-    rows = list(ask_until(link, LOAD, document({"scans": [scan]}), enough))
+    rows = list(fetch_until(db, LOAD, document({"scans": [scan]}), enough))
     if weight <= chars_max and len(rows) <= request.limit:
-        return page_of(rows, None, READING)
+        return page_of(rows, None, ROW_READER)
     del rows[request.limit :]
-    return page_of(rows, READING.place(rows[-1]), READING)
+    return page_of(rows, ROW_READER.place(rows[-1]), ROW_READER)
 
 
 Key = tuple[int, TimerKey]
@@ -418,13 +418,13 @@ async def get_many(read: Run, keys: Sequence[Key]) -> list[Found]:
     found: dict[Key, Found] = {}
     wanted = list(dict.fromkeys(keys))
     for first in range(0, len(wanted), KEYS_AT_ONCE):
-        found |= await found_by_key(wanted[first : first + KEYS_AT_ONCE], partial(_stored, read), READING)
+        found |= await found_by_key(wanted[first : first + KEYS_AT_ONCE], partial(_stored, read), ROW_READER)
     return [found[key] for key in keys]
 
 
-async def _stored(read: Run, keys: Sequence[Key], ends_max: int) -> Ends[Key]:
+async def _stored(read: Run, keys: Sequence[Key], reached_max: int) -> StoredRows[Key]:
     said = document({"keys": [(number, shard_id, *key) for number, (shard_id, key) in enumerate(keys)]})
-    waiting, over = await read(partial(_said, get_sql(ends_max), said))
+    waiting, over = await read(partial(_said, get_sql(reached_max), said))
     ends: dict[Key, list[Row]] = {}
     for row in over:
         ends.setdefault(keys[row[-1]], []).append(row)
