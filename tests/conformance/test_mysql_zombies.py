@@ -276,11 +276,11 @@ async def test_a_fence_that_does_not_lock_or_look_lets_the_zombie_write_and_is_n
     scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str, broken: str
 ) -> None:
     """The tests above can fail: with either half of the fence missing the same write goes through."""
-    honest = mysql_statements._locking
+    honest = mysql_statements._lock_sql
     fence = await filled(scene)
     claim = await scene.b.begin(scene.claim(fence))
     if broken == "no lock":
-        monkeypatch.setattr(mysql_statements, "_locking", lambda ids: honest(ids).replace(" FOR UPDATE", ""))
+        monkeypatch.setattr(mysql_statements, "_lock_sql", lambda ids: honest(ids).replace(" FOR UPDATE", ""))
         write = await scene.a.begin(WRITES[name](scene.a.write, fence))  # it does not wait at all
         await scene.b.end(claim)
     else:

@@ -319,7 +319,7 @@ class TestTlsOfMySql(Tls):
 
 @pytest.mark.parametrize("server_name", ["mariadb"])
 async def test_a_server_without_tls_is_refused_where_it_is_required(url: str) -> None:
-    with pytest.raises(SetupError, match="does not speak TLS"):
+    with pytest.raises(SetupError, match="does not support TLS"):
         await open_store(f"{url}?ssl-mode=required").open()
     await (await ready(f"{url}?ssl-mode=preferred")).close()
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from duetime.domain.timer import BEFORE_ALL, Extras, Outcome, Position, Reached, Timer, shard_of, uuid_of
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Item, Scan, ScanResult, matches, merge_scans
+from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Item, Scan, ScanResult, is_match, merge_scans
 from duetime.stores.rows import LARGEST, LAST_MS
 
 SHARDS = 4
@@ -71,7 +71,7 @@ class Database:
         end = bisect_right(rows, scan.until_ms, key=lambda row: row.position.execute_at_ms)
         page = rows[start : min(end, start + scan.count, start + self.most)]
         self.rows_read += len(page)
-        items: list[Item] = [(row.position, row if matches(self.query, row) else None) for row in page]
+        items: list[Item] = [(row.position, row if is_match(self.query, row) else None) for row in page]
         return ScanResult(items, not page if self.late else start + len(page) >= end)
 
     async def walk(self, **fields: Any) -> list[Any]:
@@ -162,9 +162,9 @@ async def test_each_filter_keeps_what_it_names(fields: dict[str, Any], expected:
     ]
     rows = [Reached(timer=each, outcome=Outcome.FAILED, reached_at_ms=5, purge_at_ms=9_000) for each in timers]
     query = ListQuery(num_shards=SHARDS, outcomes=frozenset({Outcome.FAILED}), **{"namespace": "ours", **fields})
-    assert [number for number, each in enumerate(timers) if matches(query, each)] == expected
-    assert [number for number, row in enumerate(rows) if matches(query, row)] == expected
-    assert not any(matches(replace(query, outcomes=frozenset({Outcome.SKIPPED})), row) for row in rows)
+    assert [number for number, each in enumerate(timers) if is_match(query, each)] == expected
+    assert [number for number, row in enumerate(rows) if is_match(query, row)] == expected
+    assert not any(is_match(replace(query, outcomes=frozenset({Outcome.SKIPPED})), row) for row in rows)
 
 
 async def test_one_call_looks_at_a_bounded_number_of_rows_and_says_where_to_go_on() -> None:

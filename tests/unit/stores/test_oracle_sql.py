@@ -13,7 +13,17 @@ from duetime.stores.oracle import listing as oracle_listing
 from duetime.stores.oracle import rows as oracle_rows
 from duetime.stores.oracle import schema as oracle_schema
 from duetime.stores.oracle import statements as oracle_statements
-from duetime.stores.oracle.rows import INSERT, INSERT_TYPES, as_was, at, kept, ms, reached_at, reached_row, timer_at
+from duetime.stores.oracle.rows import (
+    INSERT,
+    INSERT_TYPES,
+    at,
+    decode_text,
+    encode_text,
+    ms,
+    reached_at,
+    reached_row,
+    timer_at,
+)
 from duetime.stores.rows import FIRST_MS, LAST_MS, REACHED_COLUMNS, TIMER_COLUMNS
 from duetime.testing import make_reached, make_timer
 
@@ -99,15 +109,15 @@ def test_the_tables_have_every_column_that_is_written() -> None:
 
 @pytest.mark.parametrize("text", [None, "", "\0", "\0\0", "\0x", "x", " ", "x\0", "null", "ü😀"])
 def test_a_text_comes_back_as_it_was_and_is_never_empty_on_the_way(text: str | None) -> None:
-    stored = kept(text)
-    assert as_was(stored) == text
+    stored = encode_text(text)
+    assert decode_text(stored) == text
     assert stored != ""
     assert (stored is None) == (text is None)
 
 
 def test_texts_that_differ_are_stored_as_texts_that_differ() -> None:
     texts = ["", "\0", "\0\0", "\0x", "x", "\0\0x"]
-    assert len({kept(text) for text in texts}) == len(texts)
+    assert len({encode_text(text) for text in texts}) == len(texts)
 
 
 @pytest.mark.parametrize("time_ms", [FIRST_MS, 0, 1, 999, 1_800_000_000_123, LAST_MS - 1, LAST_MS])

@@ -247,7 +247,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, dialect: Dialect, answer: Callabl
             return await work(None)
 
         for module in dialect[:2]:
-            monkeypatch.setattr(module, "fetched", fetched)
+            monkeypatch.setattr(module, "fetch", fetched)
         return run
     for module in dialect[:2]:
         monkeypatch.setattr(module, "execute", lambda link, sql, said=None: answer(sql))

@@ -28,7 +28,7 @@ from duetime.stores.cassandra.statements import (
     shard_row,
 )
 from duetime.stores.fencing import each_shard_separately
-from duetime.stores.merging import Scan, ScanResult, matching, merge_scans
+from duetime.stores.merging import Scan, ScanResult, match_row, merge_scans
 from duetime.stores.rows import REACHED_ROWS_MAX, Row, found_of, page_of, position_of
 
 __all__ = ["Reader"]
@@ -200,7 +200,7 @@ class Reader:
         after = scan.after if floor_ms is None else max(scan.after, end_of(floor_ms - 1))
         statement = self._say.list_reached if ended else self._say.load
         rows, _ = await self._ranges.between(statement, scan.shard_id, after, scan.until_ms, scan.count)
-        return ScanResult([(position_of(row), matching(query, row)) for row in rows], len(rows) < scan.count)
+        return ScanResult([(position_of(row), match_row(query, row)) for row in rows], len(rows) < scan.count)
 
 
 def _by_id(row: ShardRow) -> int:

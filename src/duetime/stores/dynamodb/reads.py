@@ -19,7 +19,7 @@ from duetime.stores.dynamodb import rows as items
 from duetime.stores.dynamodb.connection import Run
 from duetime.stores.dynamodb.rows import Item, number, text
 from duetime.stores.fencing import each_shard_separately
-from duetime.stores.merging import Scan, ScanResult, matching, merge_scans
+from duetime.stores.merging import Scan, ScanResult, match_row, merge_scans
 from duetime.stores.rows import StoredRows, bound_ms, found_by_key, page_of
 
 __all__ = ["Tables", "all_of", "get_many", "list_timers", "load", "rows_by_position"]
@@ -153,7 +153,9 @@ async def list_timers(run: Run, tables: Tables, query: ListQuery) -> Listing:
     async def scanned(scan: Scan) -> ScanResult:
         first, last = items.after(row_type, _bound(scan.after)), items.up_to(row_type, bound_ms(scan.until_ms))
         found, ended = await rows_by_position(run, tables, scan.shard_id, first, last, scan.count, _ANSWERS_MAX)
-        return ScanResult([(items.position_of(item), matching(query, item, items.ROW_READER)) for item in found], ended)
+        return ScanResult(
+            [(items.position_of(item), match_row(query, item, items.ROW_READER)) for item in found], ended
+        )
 
     async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
         return list(await asyncio.gather(*(scanned(scan) for scan in scans)))

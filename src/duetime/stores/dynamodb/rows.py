@@ -195,7 +195,7 @@ def _name_of(item: Item) -> tuple[str, str]:
     return namespace.decode(), timer_id.decode()
 
 
-ROW_READER: Final = RowReader(timer=timer_of_item, reached=reached_of_item, place=position_of, name=_name_of)
+ROW_READER: Final = RowReader(timer=timer_of_item, reached=reached_of_item, position=position_of, key=_name_of)
 
 
 # --- shards and members --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from bson.datetime_ms import DatetimeMS
 
 from duetime.domain.timer import Reached, Timer
 from duetime.store import Listing, ListQuery, Unreadable
-from duetime.stores.merging import Item, Scan, ScanResult, matching, merge_scans
+from duetime.stores.merging import Item, Scan, ScanResult, match_row, merge_scans
 from duetime.stores.mongodb.connection import Talk
 from duetime.stores.mongodb.rows import (
     BY_CORRELATION,
@@ -50,13 +50,13 @@ async def _fetch(talk: Talk, query: ListQuery, scan: Scan, projection: Document)
         return ScanResult((), ended=True)
     cursor = talk.timers.find(condition, projection, session=talk.session)
     documents = await between(cursor, index, found, scan.count).to_list()
-    items: list[Item] = [(ROW_READER.place(document), _found(document, query)) for document in documents]
+    items: list[Item] = [(ROW_READER.position(document), _found(document, query)) for document in documents]
     return ScanResult(items, len(items) < scan.count)
 
 
 def _found(document: Document, query: ListQuery) -> Timer | Reached | Unreadable | None:
     whole = document.get("whole")
-    return None if whole is None else matching(query, whole, ROW_READER)
+    return None if whole is None else match_row(query, whole, ROW_READER)
 
 
 def _projection(query: ListQuery) -> Document:

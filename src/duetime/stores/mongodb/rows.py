@@ -162,7 +162,7 @@ def _name(document: Mapping[str, Any]) -> tuple[Any, Any]:
     return document.get("timer_namespace"), document.get("timer_id")
 
 
-ROW_READER: Final = RowReader(timer=timer_in, reached=reached_in, place=_place, name=_name)
+ROW_READER: Final = RowReader(timer=timer_in, reached=reached_in, position=_place, key=_name)
 
 
 def free_shard(shard_id: int) -> Document:

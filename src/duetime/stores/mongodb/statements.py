@@ -387,7 +387,7 @@ async def _load(talk: Talk, request: PageRequest, bytes_max: int) -> Page:
     async with between(talk.timers.find(session=talk.session), "in_order", found, request.limit + 1) as cursor:
         async for document in cursor:
             if len(documents) == request.limit or weight > bytes_max:
-                return page_of(documents, ROW_READER.place(documents[-1]), ROW_READER)
+                return page_of(documents, ROW_READER.position(documents[-1]), ROW_READER)
             documents.append(document)
             payload = document.get("timer_payload")
             weight += len(payload) if isinstance(payload, str) else 0
