@@ -146,7 +146,7 @@ def was_refused(answer: list[Any]) -> bool:
 
 @on_all
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_meets_a_claim_under_way_waits_and_leaves_nothing(scene: Scene, name: str) -> None:
+async def test_a_write_waits_for_an_uncommitted_claim_and_then_writes_nothing(scene: Scene, name: str) -> None:
     fence = await filled(scene)
     before = (await scene.contents())[1:]  # type: ignore[index]
     claim = await scene.b.begin(scene.claim(fence))
@@ -162,7 +162,7 @@ async def test_a_write_that_meets_a_claim_under_way_waits_and_leaves_nothing(sce
 
 @on_all
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_meets_a_claim_which_is_given_up_goes_on(scene: Scene, name: str) -> None:
+async def test_a_write_waits_for_a_claim_that_is_rolled_back_and_then_writes(scene: Scene, name: str) -> None:
     fence = await filled(scene)
     before = await scene.contents()
     claim = await scene.b.begin(scene.claim(fence))
@@ -195,7 +195,7 @@ async def test_a_claim_waits_for_a_write_that_has_its_fence_and_sees_all_of_it(s
 
 @on_all
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_waits_for_another_one_of_the_same_owner_goes_on(scene: Scene, name: str) -> None:
+async def test_a_write_waits_for_a_write_of_the_same_owner_and_then_writes(scene: Scene, name: str) -> None:
     """The shard row was changed meanwhile, but not what the fence looks at."""
     fence = await filled(scene)
     other = await scene.b.begin(WRITES["low water"](scene.b.write, fence))
@@ -208,7 +208,7 @@ async def test_a_write_that_waits_for_another_one_of_the_same_owner_goes_on(scen
 
 
 @on_all
-async def test_a_write_that_had_to_wait_sees_what_the_other_one_has_written(scene: Scene) -> None:
+async def test_a_write_that_waited_sees_what_the_other_one_has_written(scene: Scene) -> None:
     """What it looks for after the lock is of that moment, and not of the one when it began."""
     fence = await filled(scene)
     new, gone = make_timer("new", 7), make_timer("gone")
@@ -227,7 +227,7 @@ async def test_a_write_that_had_to_wait_sees_what_the_other_one_has_written(scen
 
 @on_all
 @pytest.mark.parametrize("act", ["commit", "claim", "purge", "release"])
-async def test_one_of_many_shards_that_had_to_be_waited_for_is_not_forgotten(scene: Scene, act: str) -> None:
+async def test_a_write_of_many_shards_checks_the_one_that_it_waited_for(scene: Scene, act: str) -> None:
     fences = [await take(scene.store, shard_id) for shard_id in range(4)]
     other = await scene.b.begin(mysql_statements.commit(scene.b.write, [Batch(fences[1], low_water=Position(1, 2, 3))]))
     claims = [Claim(fence.shard_id, fence.version, 77, "b", "host:2", 1) for fence in fences]
@@ -258,7 +258,7 @@ async def test_one_of_many_shards_that_had_to_be_waited_for_is_not_forgotten(sce
 
 @on_all
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_after_the_claim_leaves_nothing(scene: Scene, name: str) -> None:
+async def test_a_write_after_the_claim_writes_nothing(scene: Scene, name: str) -> None:
     fence = await filled(scene)
     scene.a.may_end.set()
     scene.b.may_end.set()
@@ -272,7 +272,7 @@ async def test_a_write_after_the_claim_leaves_nothing(scene: Scene, name: str) -
 @on_all
 @pytest.mark.parametrize("name", ["put", "everything"])
 @pytest.mark.parametrize("broken", ["no lock", "no look"])
-async def test_a_fence_that_does_not_lock_or_look_lets_the_zombie_write_and_is_noticed(
+async def test_without_the_lock_or_the_check_of_the_fence_the_zombie_writes(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str, broken: str
 ) -> None:
     """The tests above can fail: with either half of the fence missing the same write goes through."""
@@ -292,7 +292,7 @@ async def test_a_fence_that_does_not_lock_or_look_lets_the_zombie_write_and_is_n
 
 
 @on_all
-async def test_what_fails_after_the_commit_does_not_make_the_commit_fail(
+async def test_an_error_after_the_commit_does_not_make_the_commit_fail(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It travels in one message with the commit. That is done; whoever was told otherwise would do it again."""
@@ -306,7 +306,7 @@ async def test_what_fails_after_the_commit_does_not_make_the_commit_fail(
 
 
 @on_all
-async def test_one_that_stops_in_the_middle_of_a_write_holds_its_shards_for_a_moment_only(scene: Scene) -> None:
+async def test_a_client_that_stops_in_the_middle_of_a_write_locks_its_shards_only_briefly(scene: Scene) -> None:
     """Frozen, or cut off from a server that does not notice: the server ends its transaction, and others go on."""
     fence = await filled(scene)
     before = (await scene.contents())[1:]  # type: ignore[index]
@@ -322,7 +322,7 @@ async def test_one_that_stops_in_the_middle_of_a_write_holds_its_shards_for_a_mo
 
 
 @on_all
-async def test_commits_claims_purges_and_releases_of_many_shards_never_lock_each_other_up(scene: Scene) -> None:
+async def test_commits_claims_purges_and_releases_of_many_shards_never_deadlock(scene: Scene) -> None:
     """Whoever locks several shards does it in the order of their ids, whatever order they are named in."""
     store, shards = scene.store, range(4)
     fences = [await take(store, shard_id) for shard_id in shards]

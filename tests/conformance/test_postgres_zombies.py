@@ -99,7 +99,7 @@ def was_refused(answer: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_meets_a_claim_under_way_waits_and_leaves_nothing(scene: Scene, name: str) -> None:
+async def test_a_write_waits_for_an_uncommitted_claim_and_then_writes_nothing(scene: Scene, name: str) -> None:
     fence = await filled(scene)
     before = (await scene.contents())[1:]  # type: ignore[index]
     await scene.b.execute("BEGIN")
@@ -114,7 +114,7 @@ async def test_a_write_that_meets_a_claim_under_way_waits_and_leaves_nothing(sce
 
 
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_meets_a_claim_which_is_given_up_goes_on(scene: Scene, name: str) -> None:
+async def test_a_write_waits_for_a_claim_that_is_rolled_back_and_then_writes(scene: Scene, name: str) -> None:
     fence = await filled(scene)
     before = await scene.contents()
     await scene.b.execute("BEGIN")
@@ -144,7 +144,7 @@ async def test_a_claim_waits_for_a_write_that_has_its_fence_and_sees_all_of_it(s
 
 
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_that_waits_for_another_one_of_the_same_owner_goes_on(scene: Scene, name: str) -> None:
+async def test_a_write_waits_for_a_write_of_the_same_owner_and_then_writes(scene: Scene, name: str) -> None:
     """The shard row was changed meanwhile, but not what the fence looks at."""
     fence = await filled(scene)
     await scene.b.execute("BEGIN")
@@ -157,7 +157,7 @@ async def test_a_write_that_waits_for_another_one_of_the_same_owner_goes_on(scen
 
 
 @pytest.mark.parametrize("act", ["commit", "claim", "purge", "release"])
-async def test_one_of_many_shards_that_had_to_be_waited_for_is_not_forgotten(scene: Scene, act: str) -> None:
+async def test_a_write_of_many_shards_checks_the_one_that_it_waited_for(scene: Scene, act: str) -> None:
     fences = [await take(scene.store, shard_id) for shard_id in range(4)]
     await scene.b.execute("BEGIN")
     await postgres_statements.commit(scene.b.fetch, [Batch(fences[1], low_water=Position(1, 2, 3))])
@@ -187,7 +187,7 @@ async def test_one_of_many_shards_that_had_to_be_waited_for_is_not_forgotten(sce
 
 
 @pytest.mark.parametrize("name", WRITES)
-async def test_a_write_after_the_claim_leaves_nothing(scene: Scene, name: str) -> None:
+async def test_a_write_after_the_claim_writes_nothing(scene: Scene, name: str) -> None:
     fence = await filled(scene)
     taken = await scene.claim(fence)
     before = await scene.contents()
@@ -197,7 +197,7 @@ async def test_a_write_after_the_claim_leaves_nothing(scene: Scene, name: str) -
 
 
 @pytest.mark.parametrize("name", ["put", "everything"])
-async def test_a_fence_that_does_not_lock_lets_the_zombie_write_and_is_noticed(scene: Scene, name: str) -> None:
+async def test_without_the_lock_of_the_fence_the_zombie_writes(scene: Scene, name: str) -> None:
     """The tests above can fail: without the lock the same write goes through in the middle of the claim."""
     honest = str(await scene.looking.fetchval("SELECT pg_get_functiondef('shard_fence_holds'::regproc)"))
     without_lock = honest.replace("FOR SHARE", "").replace("FOR NO KEY UPDATE", "")
@@ -219,7 +219,7 @@ async def test_a_fence_that_does_not_lock_lets_the_zombie_write_and_is_noticed(s
         await scene.looking.execute(honest)
 
 
-async def test_commits_claims_purges_and_releases_of_many_shards_never_lock_each_other_up(scene: Scene) -> None:
+async def test_commits_claims_purges_and_releases_of_many_shards_never_deadlock(scene: Scene) -> None:
     """Whoever locks several shards does it in the order of their ids, whatever order they are named in."""
     store, shards = scene.store, range(4)
     fences = [await take(store, shard_id) for shard_id in shards]

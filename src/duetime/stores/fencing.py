@@ -56,7 +56,7 @@ def _mapped(call: Callable[P, Awaitable[T]], kind: type[StoreError]) -> Callable
 
 
 def lost(fence: Fence) -> ShardLost:
-    return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
+    return ShardLost(f"shard {fence.shard_id} is no longer owned at version {fence.version}")
 
 
 def shard_rounds(shard_ids: Sequence[int]) -> list[list[int]]:

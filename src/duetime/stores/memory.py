@@ -32,6 +32,7 @@ from duetime.store import (
     ShardRow,
     Unreadable,
 )
+from duetime.stores.fencing import lost
 from duetime.stores.rows import log_unreadable_namespace
 
 __all__ = ["MemoryStore"]
@@ -151,10 +152,10 @@ class MemoryStore:
         return ShardRow(shard_id) if shard is None else shard.row
 
     def _owned(self, fence: Fence) -> _Shard | ShardLost:
-        """The fence: same version, same nonce, and somebody owns it."""
+        """The fence is valid if the shard has an owner, and its version and nonce are those of the fence."""
         shard = self._shards.get(fence.shard_id)
         if shard is None or shard.row.owner_id is None or shard.row.fence != fence:
-            return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
+            return lost(fence)
         return shard
 
     # -- timers

@@ -1,6 +1,6 @@
 """Migration files of a database package, and the checks of the schema version that all adapters share.
 
-Migrations are numbered from 1. There is no way back to an earlier schema.
+Migrations are numbered from 1. A migration cannot be undone.
 """
 
 from __future__ import annotations

@@ -46,13 +46,11 @@ def put(timer_id: str) -> Timer:
         ([2, 1, 2, 2, 1], [[1, 0], [4, 2], [3]]),
     ],
 )
-def test_a_turn_names_no_shard_twice_and_goes_in_the_order_of_shards(
-    shard_ids: list[int], expected: list[list[int]]
-) -> None:
+def test_a_round_has_no_shard_twice_and_is_ordered_by_shard(shard_ids: list[int], expected: list[list[int]]) -> None:
     assert shard_rounds(shard_ids) == expected
 
 
-def test_what_was_replaced_is_told_for_each_batch_by_the_place_in_its_own_puts() -> None:
+def test_replaced_puts_are_reported_for_each_batch_by_their_index() -> None:
     batches = [
         Batch(Fence(1, 1, 1), [put("a"), put("b")]),
         Batch(Fence(2, 1, 1), []),
@@ -66,11 +64,11 @@ def test_what_was_replaced_is_told_for_each_batch_by_the_place_in_its_own_puts()
     ]
 
 
-def test_a_lost_shard_is_named_with_the_version_that_was_held() -> None:
-    assert lost(Fence(7, 3, 99)).detail == "shard 7 is no longer held at version 3"
+def test_a_lost_shard_is_reported_with_the_version_of_the_fence() -> None:
+    assert lost(Fence(7, 3, 99)).detail == "shard 7 is no longer owned at version 3"
 
 
-async def test_a_step_that_fails_after_another_was_applied_is_not_told_as_not_applied() -> None:
+async def test_a_step_that_fails_after_another_was_applied_has_an_unknown_outcome() -> None:
     answers: list[str | StoreError] = []
 
     async def run(answer: str | StoreError) -> str:
@@ -91,7 +89,7 @@ async def test_a_step_that_fails_after_another_was_applied_is_not_told_as_not_ap
         await in_steps(run)(AWAY)
 
 
-async def test_the_error_of_one_is_its_answer_and_stops_what_comes_after_it_in_its_shard() -> None:
+async def test_the_error_of_a_request_is_its_result_and_fails_later_requests_of_its_shard() -> None:
     done: list[str] = []
 
     async def act(wish: str) -> str:
@@ -105,7 +103,7 @@ async def test_the_error_of_one_is_its_answer_and_stops_what_comes_after_it_in_i
     assert done == ["a1", "b1", "c1", "a2"]
 
 
-async def test_an_error_that_nobody_foresaw_is_raised_when_all_have_ended() -> None:
+async def test_an_unexpected_error_is_raised_when_all_requests_have_ended() -> None:
     done: list[int] = []
 
     async def act(wish: int) -> int:
@@ -134,7 +132,7 @@ async def test_an_error_that_nobody_foresaw_is_raised_when_all_have_ended() -> N
         ([LOST, UNKNOWN], OutcomeUnknown),
     ],
 )
-def test_a_call_as_a_whole_is_certain_only_if_each_part_is(
+def test_a_call_is_certainly_not_applied_only_if_no_part_was_applied(
     answers: list[int | StoreError | None], outcome: list[object] | type[StoreError]
 ) -> None:
     if isinstance(outcome, list):

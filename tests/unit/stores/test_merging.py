@@ -97,7 +97,7 @@ async def test_all_pages_together_are_everything_in_order(limit: int, most: int,
     assert await database.walk(limit=limit) == sorted(timers, key=lambda row: row.position)
 
 
-async def test_a_page_of_just_the_limit_with_nothing_behind_it_is_the_last_one() -> None:
+async def test_a_page_of_exactly_the_limit_with_no_more_rows_is_the_last_one() -> None:
     database = Database([timer(n) for n in range(10)])
     whole = await database.page(limit=10)
     assert len(whole.timers) == 10
@@ -107,14 +107,14 @@ async def test_a_page_of_just_the_limit_with_nothing_behind_it_is_the_last_one()
     assert shorter.next == timer(8).position
 
 
-async def test_where_nothing_is_stored_the_answer_is_empty_and_the_end() -> None:
+async def test_without_stored_rows_the_result_is_empty_and_has_no_next() -> None:
     database = Database([])
     listing = await database.page(limit=5)
     assert (listing.timers, listing.reached, listing.next) == ([], (), None)
     assert len(database.calls) == 1
 
 
-async def test_reached_timers_are_told_apart_by_their_ending_and_bounded_by_the_time_asked_for() -> None:
+async def test_reached_timers_are_filtered_by_outcome_and_scheduled_time() -> None:
     rows = [reached(n, Outcome.FAILED if n % 2 else Outcome.DELIVERED) for n in range(20)]
     database = Database(rows)
     assert await database.walk(limit=3, outcomes=frozenset({Outcome.FAILED})) == rows[1::2]
@@ -126,7 +126,7 @@ async def test_reached_timers_are_told_apart_by_their_ending_and_bounded_by_the_
     assert (listing.reached, listing.timers) == (rows[5:8], ())
 
 
-async def test_the_due_range_of_scheduled_timers_bounds_what_is_read() -> None:
+async def test_the_due_range_of_scheduled_timers_limits_the_rows_that_are_read() -> None:
     timers = [timer(n) for n in range(100)]
     database = Database(timers)
     listing = await database.page(limit=100, due_from_ms=1_040, due_until_ms=1_050)
@@ -152,7 +152,7 @@ async def test_the_due_range_of_scheduled_timers_bounds_what_is_read() -> None:
         ({}, [1, 2, 3, 4]),
     ],
 )
-async def test_each_filter_keeps_what_it_names(fields: dict[str, Any], expected: list[int]) -> None:
+async def test_each_filter_keeps_what_matches_it(fields: dict[str, Any], expected: list[int]) -> None:
     timers = [
         timer(0, namespace="theirs"),
         timer(1, timer_id="order-1"),
@@ -167,7 +167,7 @@ async def test_each_filter_keeps_what_it_names(fields: dict[str, Any], expected:
     assert not any(is_match(replace(query, outcomes=frozenset({Outcome.SKIPPED})), row) for row in rows)
 
 
-async def test_one_call_looks_at_a_bounded_number_of_rows_and_says_where_to_go_on() -> None:
+async def test_one_call_reads_a_limited_number_of_rows_and_returns_where_to_continue() -> None:
     others = [timer(n, namespace="theirs") for n in range(LIST_ROWS_MAX * 2)]
     ours = timer(LIST_ROWS_MAX * 2)
     database = Database([*others, ours], shards=2)
@@ -178,7 +178,7 @@ async def test_one_call_looks_at_a_bounded_number_of_rows_and_says_where_to_go_o
     assert await database.walk(limit=10) == [ours]
 
 
-async def test_a_call_goes_on_until_something_is_in_order_however_many_rows_that_takes() -> None:
+async def test_a_call_reads_until_something_is_merged_however_many_rows_that_takes() -> None:
     """The first pages of many shards alone are more than the bound: the call must still get somewhere."""
     shards = LIST_ROWS_MAX // 2 + 1
     read: list[int] = []
@@ -218,7 +218,7 @@ class Script:
         return ScanResult([(Position(at, scan.shard_id, 0), None) for at in range(first, first + count)], ended)
 
 
-async def test_a_piece_that_is_empty_but_not_the_end_is_read_on_and_nothing_overtakes_it() -> None:
+async def test_an_empty_scan_result_that_is_not_the_end_is_continued_before_later_rows() -> None:
     script = Script(zero=[(3, True)], one=[(0, False), (2, True)])
     listing = await script.page()
     assert (listing.next, script.calls) == (None, 2)
@@ -226,20 +226,20 @@ async def test_a_piece_that_is_empty_but_not_the_end_is_read_on_and_nothing_over
     assert (await order.page()).next is None
 
 
-async def test_a_call_that_has_merged_nothing_yet_goes_on_whatever_it_has_read() -> None:
+async def test_a_call_that_has_merged_nothing_continues_whatever_it_has_read() -> None:
     script = Script(zero=[(LIST_ROWS_MAX, False)], one=[(0, False), (1, False)])
     listing = await script.page()
     assert script.calls == 2
     assert listing.next == Position(1, 1, 0)
 
 
-async def test_where_all_shards_have_ended_nothing_is_behind_however_many_rows_were_read() -> None:
+async def test_when_all_scans_have_ended_there_is_no_next_however_many_rows_were_read() -> None:
     script = Script(zero=[(LIST_ROWS_MAX + 5, True)])
     assert (await script.page()).next is None
 
 
 @pytest.mark.parametrize(("read", "calls"), [(LIST_ROWS_MAX - 1, 2), (LIST_ROWS_MAX, 1)])
-async def test_the_bound_is_on_the_rows_that_were_read(read: int, calls: int) -> None:
+async def test_the_limit_counts_the_rows_that_were_read(read: int, calls: int) -> None:
     script = Script(zero=[(read, False), (0, True)])
     listing = await script.page()
     assert script.calls == calls
@@ -257,7 +257,7 @@ async def test_pages_start_small_for_many_shards_and_grow_to_their_largest() -> 
     assert {scan.count for scan in database.calls[0]} == {LIST_PAGE_MAX}
 
 
-async def test_shards_about_to_run_out_are_read_together_and_those_that_ended_never_again() -> None:
+async def test_scans_with_few_rows_left_are_read_together_and_ended_scans_never_again() -> None:
     database = Database([timer(n) for n in range(400)])
     await database.page(limit=400)
     scans = [scan for call in database.calls for scan in call]

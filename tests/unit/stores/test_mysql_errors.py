@@ -36,7 +36,7 @@ def test_every_error_the_driver_knows_is_listed() -> None:
     assert known <= MAY_HAVE_COMMITTED.keys()
 
 
-def test_whatever_is_said_about_an_error_is_about_one_that_is_listed() -> None:
+def test_every_table_of_errors_has_only_listed_errors() -> None:
     said = {
         *mysql_errors._RETRY_AT_ONCE,
         *mysql_errors._OVERLOADED,
@@ -81,28 +81,28 @@ def test_these_may_come_after_the_commit(number: int) -> None:
         9007,
     ],
 )
-def test_what_was_answered_with_these_was_rolled_back(number: int) -> None:
+def test_after_these_errors_the_statement_was_rolled_back(number: int) -> None:
     assert isinstance(store_error(_raised(number), writing=True), StoreUnavailable)
 
 
 @pytest.mark.parametrize("number", [1205, 1213, 8002, 8028, 9007])
-def test_conflicts_are_worth_another_try(number: int) -> None:
+def test_conflicts_are_retried_at_once(number: int) -> None:
     assert isinstance(store_error(_raised(number), writing=True), RetryAtOnce)
 
 
 @pytest.mark.parametrize("number", [1040, 1203, 1226, 8252])
-def test_a_server_with_too_much_to_do_is_left_in_peace(number: int) -> None:
+def test_an_overloaded_server_is_throttled(number: int) -> None:
     assert isinstance(store_error(_raised(number), writing=True), StoreThrottled)
     assert isinstance(store_error(_raised(9003), writing=False), StoreThrottled)
 
 
-def test_a_read_is_never_in_doubt() -> None:
+def test_a_read_is_never_unknown() -> None:
     for number in MAY_HAVE_COMMITTED:
         assert isinstance(store_error(_raised(number), writing=False), StoreUnavailable)
     assert isinstance(store_error(OSError("x"), writing=False), StoreUnavailable)
 
 
-def test_what_nobody_listed_is_unknown_on_a_write() -> None:
+def test_an_unlisted_error_is_unknown_on_a_write() -> None:
     odd = (_raised(7_777), _raised(3_999), asyncmy.InternalError("Packet sequence number wrong"), asyncmy.MySQLError())
     for error in (*odd, RuntimeError("x"), OSError("x"), TimeoutError("x"), UnicodeError("x")):
         assert isinstance(store_error(error, writing=True), OutcomeUnknown)
@@ -131,7 +131,7 @@ def test_a_connection_whose_commit_failed_is_not_used_again() -> None:
         (RuntimeError("'cryptography' package is required"), "cryptography"),
     ],
 )
-def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
+def test_an_error_at_the_start_is_explained(error: Exception, says: str) -> None:
     said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert says in said.detail
@@ -139,7 +139,7 @@ def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, say
     assert "secret" not in said.detail
 
 
-def test_a_certificate_that_is_not_trusted_is_not_a_server_that_is_away() -> None:
+def test_an_untrusted_certificate_is_a_setup_error() -> None:
     error = _raised(2003)
     error.__cause__ = ssl.SSLCertVerificationError("self-signed")
     said = setup_error(ADDRESS.label, error)
@@ -148,7 +148,7 @@ def test_a_certificate_that_is_not_trusted_is_not_a_server_that_is_away() -> Non
 
 
 @pytest.mark.parametrize("error", [_raised(2003), TimeoutError(), _raised(1040), _raised(2013)])
-def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
+def test_an_unreachable_server_is_unavailable_and_not_a_setup_error(error: Exception) -> None:
     assert isinstance(setup_error(ADDRESS.label, error), StoreUnavailable)
 
 
@@ -176,22 +176,22 @@ class _Refusing:
 
 
 @pytest.mark.parametrize(("answers", "kind"), [(0, RolledBack), (1, RolledBack), (2, asyncmy.OperationalError)])
-async def test_an_error_before_the_commit_in_the_same_message_is_no_doubt(answers: int, kind: type[Exception]) -> None:
+async def test_an_error_before_the_commit_in_the_same_message_was_not_applied(
+    answers: int, kind: type[Exception]
+) -> None:
     with pytest.raises(kind) as caught:
         await execute_and_commit(_Refusing(answers, _raised(1317)), ["DELETE …", "INSERT …"])
     assert may_have_committed(caught.value) is (kind is not RolledBack)
 
 
-async def test_a_connection_that_ends_before_the_commit_in_the_same_message_is_one() -> None:
+async def test_a_connection_that_ends_before_the_answer_to_the_commit_is_unknown() -> None:
     with pytest.raises(asyncmy.OperationalError) as caught:
         await execute_and_commit(_Refusing(0, _raised(2013)), ["DELETE …", "INSERT …"])
     assert may_have_committed(caught.value)
 
 
 @pytest.mark.parametrize(("failing", "kind"), [(1, StoreUnavailable), (2, OutcomeUnknown)])
-async def test_what_fails_after_a_part_was_applied_is_unknown_and_not_unapplied(
-    failing: int, kind: type[StoreError]
-) -> None:
+async def test_a_failure_after_a_part_was_applied_is_unknown(failing: int, kind: type[StoreError]) -> None:
     """One shard twice in a call is two transactions; the first of them is on disk when the second fails."""
     asked = 0
 
@@ -205,7 +205,7 @@ async def test_what_fails_after_a_part_was_applied_is_unknown_and_not_unapplied(
         await mysql_statements.release(write, [Fence(0, 1, 1), Fence(0, 1, 1)])  # type: ignore[arg-type]
 
 
-def test_long_statements_travel_apart_and_a_message_is_never_too_long() -> None:
+def test_long_statements_are_sent_in_separate_messages() -> None:
     long = "x" * (mysql_statements.MESSAGE_CHARS_MAX - 10)
     assert mysql_statements._messages([]) == [[]]
     assert mysql_statements._messages(["a", "b"]) == [["a", "b"]]

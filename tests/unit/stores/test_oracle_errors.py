@@ -46,7 +46,7 @@ def test_every_kind_of_error_of_the_driver_is_listed() -> None:
     assert {number for number in DRIVER_MAY_HAVE_COMMITTED if number >= 1_000} <= set(driver.ERR_MESSAGE_FORMATS)
 
 
-def test_whatever_ends_a_connection_leaves_the_outcome_unknown() -> None:
+def test_an_error_that_ends_a_connection_has_an_unknown_outcome() -> None:
     closing = [code for code, to in driver.ERR_ORACLE_ERROR_XREF.items() if to == driver.ERR_CONNECTION_CLOSED]
     assert 3113 in closing
     for code in closing:
@@ -59,11 +59,11 @@ def test_these_may_come_after_the_commit(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 54, 60, 942, 1031, 1034, 1400, 1653, 2091, 8177, 12541, 12899, 16000, 30036])
-def test_a_statement_that_was_answered_with_these_was_rolled_back(code: int) -> None:
+def test_after_these_errors_the_statement_was_rolled_back(code: int) -> None:
     assert isinstance(store_error(_raised(code), writing=True), StoreUnavailable)
 
 
-def test_a_deadlock_is_worth_another_try_and_too_many_sessions_a_pause() -> None:
+def test_a_deadlock_is_retried_and_too_many_sessions_are_throttled() -> None:
     assert isinstance(store_error(_raised(60), writing=True), RetryAtOnce)
     assert isinstance(store_error(_raised(12519), writing=True), StoreThrottled)
 
@@ -80,24 +80,24 @@ def test_a_deadlock_is_worth_another_try_and_too_many_sessions_a_pause() -> None
         (driver.ERR_MESSAGE_TYPE_UNKNOWN, OutcomeUnknown),
     ],
 )
-def test_an_error_of_the_driver_itself_is_a_refusal_before_sending_or_nobody_knows(
+def test_an_error_of_the_driver_came_before_sending_or_the_outcome_is_unknown(
     number: int, kind: type[StoreError]
 ) -> None:
     assert isinstance(store_error(_by_the_driver(number), writing=True), kind)
 
 
-def test_a_read_is_never_in_doubt() -> None:
+def test_a_read_is_never_unknown() -> None:
     for code in MAY_HAVE_COMMITTED:
         assert isinstance(store_error(_raised(code), writing=False), StoreUnavailable)
     assert isinstance(store_error(OSError("x"), writing=False), StoreUnavailable)
 
 
-def test_what_nobody_listed_is_unknown_on_a_write() -> None:
+def test_an_unlisted_error_is_unknown_on_a_write() -> None:
     for error in (_raised(4711), RuntimeError("x"), OSError("x"), TimeoutError("x"), ConnectionResetError("x")):
         assert isinstance(store_error(error, writing=True), OutcomeUnknown)
 
 
-def test_the_server_is_heard_and_not_the_drivers_help_page() -> None:
+def test_the_error_text_is_that_of_the_server_without_the_help_page_of_the_driver() -> None:
     said = store_error(_raised(3113), writing=True).detail
     assert said == "oracle: the connection was lost (ORA-03113: words of the server)"
 
@@ -119,7 +119,7 @@ def test_the_server_is_heard_and_not_the_drivers_help_page() -> None:
         (ssl.SSLCertVerificationError("x"), "TLS"),
     ],
 )
-def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
+def test_an_error_at_the_start_is_explained(error: Exception, says: str) -> None:
     said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert says in said.detail
@@ -140,14 +140,14 @@ def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, say
         _by_the_driver(driver.ERR_CONNECTION_CLOSED),
     ],
 )
-def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
+def test_an_unreachable_server_is_unavailable_and_not_a_setup_error(error: Exception) -> None:
     assert isinstance(setup_error(ADDRESS.label, error), StoreUnavailable)
 
 
 # --- connections ---------------------------------------------------------------------------------
 
 
-async def test_a_port_that_nobody_listens_on_is_a_server_that_is_away() -> None:
+async def test_a_closed_port_is_an_unreachable_server() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         line = SessionPool(address_of(f"oracle://me:secret@127.0.0.1:{taken.getsockname()[1]}/test"), 1, 1.0, 1.0)
@@ -157,7 +157,7 @@ async def test_a_port_that_nobody_listens_on_is_a_server_that_is_away() -> None:
         await line.close()
 
 
-async def test_a_server_that_says_nothing_is_not_waited_for() -> None:
+async def test_a_silent_server_is_a_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = address_of(f"oracle://me:secret@127.0.0.1:{silent.getsockname()[1]}/test")
         with pytest.raises((TimeoutError, oracledb.Error)):
@@ -180,7 +180,7 @@ class _Connection:
         self.terminated = True
 
 
-async def test_a_connection_that_is_given_up_is_not_waited_for_any_more() -> None:
+async def test_a_terminated_connection_is_not_waited_for() -> None:
     connection = _Connection()
     link = Connection(cast(Any, connection), "history")
     begun = asyncio.Event()
@@ -204,7 +204,7 @@ async def test_a_connection_that_is_given_up_is_not_waited_for_any_more() -> Non
     link.terminate()  # once more changes nothing
 
 
-async def test_work_that_fails_or_succeeds_is_heard_as_it_is() -> None:
+async def test_work_returns_its_result_or_raises_its_error() -> None:
     link = Connection(cast(Any, _Connection()), "history")
 
     async def succeeds(link: Connection) -> str:

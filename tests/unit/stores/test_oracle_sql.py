@@ -59,14 +59,14 @@ def _binds(sql: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
-def test_no_bind_is_called_by_a_word_of_the_language(name: str) -> None:
+def test_no_bind_has_the_name_of_a_reserved_word(name: str) -> None:
     assert STATEMENTS[name].count("(") == STATEMENTS[name].count(")")
     assert _binds(STATEMENTS[name])
     assert not _binds(STATEMENTS[name]) & RESERVED
     assert "MERGE" not in STATEMENTS[name]
 
 
-def test_a_statement_has_fewer_binds_than_it_may_have_whatever_the_batch() -> None:
+def test_no_statement_exceeds_the_limit_of_binds() -> None:
     assert len(STATEMENTS) > 12
     assert max(len(_binds(sql)) for sql in STATEMENTS.values()) <= 150  # 65,535; and 1,000 in a list
     assert (
@@ -76,7 +76,7 @@ def test_a_statement_has_fewer_binds_than_it_may_have_whatever_the_batch() -> No
     )
 
 
-def test_every_fence_looks_at_version_nonce_and_owner_of_a_row_that_it_changes() -> None:
+def test_every_fence_checks_version_nonce_and_owner_of_a_row_that_it_changes() -> None:
     for sql in (oracle_statements.FENCE, oracle_statements.RELEASE):
         assert sql.startswith("UPDATE shards SET ")
         assert {"shard_id", "version", "nonce"} <= _binds(sql)
@@ -108,7 +108,7 @@ def test_the_tables_have_every_column_that_is_written() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "\0", "\0\0", "\0x", "x", " ", "x\0", "null", "ü😀"])
-def test_a_text_comes_back_as_it_was_and_is_never_empty_on_the_way(text: str | None) -> None:
+def test_a_text_is_read_back_and_never_stored_as_empty(text: str | None) -> None:
     stored = encode_text(text)
     assert decode_text(stored) == text
     assert stored != ""
@@ -127,7 +127,7 @@ def test_times_are_exact_to_the_millisecond(time_ms: int) -> None:
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_rows_come_back_as_timers_and_reached_timers(empty: bool) -> None:
+def test_rows_are_decoded_to_timers_and_reached_timers(empty: bool) -> None:
     timer = make_timer(
         payload="" if empty else '{"a":"ü\\u0000"}',
         correlation_id="" if empty else "r",

@@ -40,7 +40,7 @@ def test_every_class_of_errors_the_driver_knows_is_listed() -> None:
     assert {state for state in MAY_HAVE_COMMITTED if len(state) == 5} <= set(known)
 
 
-def test_an_error_of_the_driver_itself_is_a_refusal_before_sending_or_nobody_knows() -> None:
+def test_an_error_of_the_driver_came_before_sending_or_the_outcome_is_unknown() -> None:
     own = {
         kind
         for kind in _all_below(Exception)
@@ -69,18 +69,18 @@ def test_these_may_come_after_the_commit(sqlstate: str) -> None:
         *("53300", "54000", "55P03", "57014", "57P03", "57P05"),
     ],
 )
-def test_a_statement_that_was_answered_with_these_was_rolled_back(sqlstate: str) -> None:
+def test_after_these_errors_the_statement_was_rolled_back(sqlstate: str) -> None:
     error = store_error(_raised(sqlstate), writing=True)
     assert isinstance(error, StoreUnavailable)
 
 
-def test_a_read_is_never_in_doubt() -> None:
+def test_a_read_is_never_unknown() -> None:
     for kind in _of_the_server().values():
         assert isinstance(store_error(kind("x"), writing=False), StoreUnavailable)
     assert isinstance(store_error(OSError("x"), writing=False), StoreUnavailable)
 
 
-def test_what_nobody_listed_is_unknown_on_a_write() -> None:
+def test_an_unlisted_error_is_unknown_on_a_write() -> None:
     class Strange(asyncpg.PostgresError):
         sqlstate = "ZZ123"
 
@@ -104,7 +104,7 @@ def test_what_nobody_listed_is_unknown_on_a_write() -> None:
         (asyncpg.ClientConfigurationError("x"), "db.example/timers: x"),
     ],
 )
-def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
+def test_an_error_at_the_start_is_explained(error: Exception, says: str) -> None:
     said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert says in said.detail
@@ -121,15 +121,13 @@ def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, say
         asyncpg.TooManyConnectionsError("x"),
     ],
 )
-def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
+def test_an_unreachable_server_is_unavailable_and_not_a_setup_error(error: Exception) -> None:
     said = setup_error(ADDRESS.label, error)
     assert isinstance(said, StoreUnavailable)
 
 
 @pytest.mark.parametrize(("failing", "kind"), [(1, StoreUnavailable), (2, OutcomeUnknown)])
-async def test_what_fails_after_a_part_was_applied_is_unknown_and_not_unapplied(
-    failing: int, kind: type[Exception]
-) -> None:
+async def test_a_failure_after_a_part_was_applied_is_unknown(failing: int, kind: type[Exception]) -> None:
     """One shard twice in a call is two statements; the first of them is on disk when the second fails."""
     asked = 0
 

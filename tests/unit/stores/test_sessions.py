@@ -116,7 +116,7 @@ async def test_work_of_one_session_shares_its_connection(database: Database) -> 
     assert database.connections[0].is_closed
 
 
-async def test_the_idlest_session_takes_it(database: Database) -> None:
+async def test_the_least_busy_session_takes_the_work(database: Database) -> None:
     sessions = sessions_with(database, 2)
     stuck = asyncio.ensure_future(sessions.read(hangs))
     await everybody_waits()
@@ -127,7 +127,7 @@ async def test_the_idlest_session_takes_it(database: Database) -> None:
     assert await sessions.read(number_of) == 3
 
 
-async def test_a_refused_statement_costs_no_connection_and_a_broken_connection_is_replaced(database: Database) -> None:
+async def test_a_rejected_statement_keeps_the_connection_and_a_lost_connection_is_replaced(database: Database) -> None:
     sessions = sessions_with(database)
     with pytest.raises(StoreUnavailable, match="no such table"):
         await sessions.write(refused)
@@ -139,7 +139,7 @@ async def test_a_refused_statement_costs_no_connection_and_a_broken_connection_i
     assert await sessions.read(number_of) == 3
 
 
-async def test_what_fails_before_its_commit_was_not_applied_and_is_rolled_back(database: Database) -> None:
+async def test_work_that_fails_before_its_commit_was_not_applied_and_is_rolled_back(database: Database) -> None:
     sessions = sessions_with(database)
 
     async def commit(_: Connection) -> None:
@@ -162,7 +162,7 @@ async def test_what_fails_before_its_commit_was_not_applied_and_is_rolled_back(d
     assert await sessions.read(number_of) == 3
 
 
-async def test_what_was_committed_is_answered(database: Database) -> None:
+async def test_committed_work_returns_its_result(database: Database) -> None:
     committed: list[int] = []
 
     async def commit(connection: Connection) -> None:
@@ -174,7 +174,7 @@ async def test_what_was_committed_is_answered(database: Database) -> None:
     assert committed == [1, 1]
 
 
-async def test_a_commit_that_fails_is_unknown(database: Database) -> None:
+async def test_a_commit_that_fails_has_an_unknown_outcome(database: Database) -> None:
     sessions = sessions_with(database)
 
     async def commit(connection: Connection) -> None:
@@ -188,7 +188,7 @@ async def test_a_commit_that_fails_is_unknown(database: Database) -> None:
 
 
 @pytest.mark.parametrize("before_the_commit", [True, False])
-async def test_past_its_deadline_the_connection_is_thrown_away(database: Database, before_the_commit: bool) -> None:
+async def test_after_the_deadline_the_connection_is_terminated(database: Database, before_the_commit: bool) -> None:
     """What hung may be applied, unless it was still to be committed."""
     sessions = sessions_with(database, deadline_seconds=0.02)
     with pytest.raises(StoreUnavailable, match=r"some: no answer within 0\.02 s"):
@@ -202,7 +202,7 @@ async def test_past_its_deadline_the_connection_is_thrown_away(database: Databas
     assert await sessions.read(number_of) == 3
 
 
-async def test_a_deadline_that_has_passed_does_not_spoil_the_next_work(database: Database) -> None:
+async def test_a_deadline_that_has_passed_does_not_affect_the_next_work(database: Database) -> None:
     """A driver that tells nobody of a connection's end: what it says then, it says of the server."""
     sessions = sessions_with(database, deadline_seconds=0.02)
 
@@ -220,7 +220,7 @@ async def test_a_deadline_that_has_passed_does_not_spoil_the_next_work(database:
     assert await sessions.read(number_of) == 2, "the deadline of work that has ended is nobody's"
 
 
-async def test_a_deadline_finds_nothing_to_end_where_the_connection_was_dropped_before(database: Database) -> None:
+async def test_a_deadline_does_nothing_if_the_connection_was_dropped_before(database: Database) -> None:
     sessions = sessions_with(database, deadline_seconds=0.01)
     problems: list[object] = []
     loop = asyncio.get_running_loop()
@@ -241,7 +241,7 @@ async def test_a_deadline_finds_nothing_to_end_where_the_connection_was_dropped_
     assert await sessions.read(number_of) == 2
 
 
-async def test_where_no_connection_is_there_is_none_to_drop_or_close(database: Database) -> None:
+async def test_without_a_connection_there_is_nothing_to_drop_or_close(database: Database) -> None:
     sessions = sessions_with(database, 2)
     sessions.drop_connections()
     await sessions.close()
@@ -249,7 +249,7 @@ async def test_where_no_connection_is_there_is_none_to_drop_or_close(database: D
 
 
 @pytest.mark.parametrize("hangs_too", [False, True])
-async def test_a_connection_is_closed_in_good_form_and_then_terminated_whatever_became_of_that(
+async def test_a_connection_is_closed_and_then_terminated_even_if_the_close_fails(
     database: Database, hangs_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.01)
@@ -262,7 +262,7 @@ async def test_a_connection_is_closed_in_good_form_and_then_terminated_whatever_
     assert database.connections[0].is_closed
 
 
-async def test_when_the_event_loop_ends_the_connection_of_what_was_under_way_is_dropped(database: Database) -> None:
+async def test_when_the_event_loop_ends_the_connection_of_running_work_is_dropped(database: Database) -> None:
     sessions = sessions_with(database)
     background = asyncio.Event()
 
@@ -283,7 +283,7 @@ async def test_when_the_event_loop_ends_the_connection_of_what_was_under_way_is_
     assert await sessions.read(number_of) == 2
 
 
-async def test_a_caller_who_gives_up_leaves_the_work_to_finish(database: Database) -> None:
+async def test_work_is_finished_if_its_caller_is_cancelled(database: Database) -> None:
     sessions = sessions_with(database)
     background, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -305,7 +305,7 @@ async def test_a_caller_who_gives_up_leaves_the_work_to_finish(database: Databas
     assert ended.is_set()
 
 
-async def test_those_who_waited_for_a_refused_connection_are_refused_and_the_next_one_tries(database: Database) -> None:
+async def test_work_that_waited_for_a_failed_connect_fails_and_the_next_work_connects(database: Database) -> None:
     sessions = sessions_with(database)
     database.away = OSError("nobody there")
     database.may_connect.clear()
@@ -320,7 +320,7 @@ async def test_those_who_waited_for_a_refused_connection_are_refused_and_the_nex
     assert await sessions.read(number_of) == 1
 
 
-async def test_who_came_at_the_instant_of_a_refusal_is_refused_too(
+async def test_work_that_arrives_at_the_time_of_a_failed_connect_fails_too(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some event loops count in milliseconds."""
@@ -332,7 +332,7 @@ async def test_who_came_at_the_instant_of_a_refusal_is_refused_too(
     assert database.tried == 1
 
 
-async def test_a_deadlock_is_tried_again_from_the_start_and_then_given_up(database: Database) -> None:
+async def test_a_deadlock_is_retried_from_the_start_and_then_raised(database: Database) -> None:
     sessions = sessions_with(database)
     tries = 0
 
@@ -352,7 +352,7 @@ async def test_a_deadlock_is_tried_again_from_the_start_and_then_given_up(databa
     assert tries == 23
 
 
-async def test_nothing_begins_once_it_is_closed_and_what_is_under_way_ends_first(database: Database) -> None:
+async def test_close_waits_for_running_work_and_no_new_work_is_started(database: Database) -> None:
     sessions = sessions_with(database)
     background, may_end = asyncio.Event(), asyncio.Event()
 
@@ -374,7 +374,7 @@ async def test_nothing_begins_once_it_is_closed_and_what_is_under_way_ends_first
         await sessions.read(number_of)
 
 
-async def test_a_connection_that_comes_about_after_its_session_was_closed_is_closed(
+async def test_a_connection_that_is_established_after_its_session_was_closed_is_closed(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "CLOSE_SECONDS", 0.01)

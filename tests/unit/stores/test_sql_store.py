@@ -103,9 +103,7 @@ def store(database: Database) -> Store:
     return SomeStore.from_url("some://host/db")
 
 
-async def test_each_kind_of_work_has_sessions_of_its_own_with_their_number_and_limits(
-    store: Store, database: Database
-) -> None:
+async def test_each_kind_of_work_has_a_session_pool_with_its_size_and_limits(store: Store, database: Database) -> None:
     await store.open()
     usual, membership = (STATEMENT_SECONDS, CONNECT_SECONDS), (MEMBERSHIP_SECONDS, MEMBERSHIP_SECONDS)
     assert [pool.arguments for pool in database.pools] == [
@@ -145,7 +143,7 @@ NAMESPACE = Namespace(name="n", num_shards=1, created_at_ms=0)
         ("put_namespace", (NAMESPACE, None), CHANGES, "write"),
     ],
 )
-async def test_what_is_asked_for_runs_on_its_sessions_and_is_answered(
+async def test_each_call_runs_in_its_session_pool_and_returns_the_result(
     store: Store, database: Database, name: str, arguments: tuple[Any, ...], pool: int, access: str
 ) -> None:
     await store.open()
@@ -154,7 +152,7 @@ async def test_what_is_asked_for_runs_on_its_sessions_and_is_answered(
     assert answer == (None if name in ("forget_member", "ensure_shards") else f"the answer to {name}")
 
 
-async def test_members_join_and_beat_on_their_own_sessions_with_the_question_for_the_history(
+async def test_joins_and_heartbeats_run_in_the_membership_pool_and_read_the_history(
     store: Store, database: Database
 ) -> None:
     await store.open()
@@ -166,7 +164,7 @@ async def test_members_join_and_beat_on_their_own_sessions_with_the_question_for
     ]
 
 
-async def test_a_database_of_another_history_is_reported_and_every_connection_dropped(
+async def test_a_changed_history_raises_failed_over_and_drops_every_connection(
     store: Store, database: Database
 ) -> None:
     await store.open()
@@ -183,7 +181,7 @@ async def test_a_database_of_another_history_is_reported_and_every_connection_dr
     assert [pool.dropped for pool in database.pools] == [2] * 5
 
 
-async def test_one_that_joined_under_another_name_has_the_history_of_that_moment(
+async def test_an_instance_that_joins_under_a_new_id_has_the_history_of_that_join(
     store: Store, database: Database
 ) -> None:
     """Only the newest name counts; of an instance that never joined here the first beat tells the history."""
@@ -198,7 +196,7 @@ async def test_one_that_joined_under_another_name_has_the_history_of_that_moment
         await store.heartbeat("me", 2)
 
 
-async def test_a_beat_without_having_joined_learns_the_history(store: Store, database: Database) -> None:
+async def test_a_heartbeat_without_a_join_reads_the_history(store: Store, database: Database) -> None:
     await store.open()
     assert await store.heartbeat("me", 1) == 5
     database.history = "timeline 2"
@@ -206,7 +204,7 @@ async def test_a_beat_without_having_joined_learns_the_history(store: Store, dat
         await store.heartbeat("me", 2)
 
 
-async def test_a_store_opens_once_and_closes_all_its_sessions(store: Store, database: Database) -> None:
+async def test_a_store_opens_once_and_closes_all_its_pools(store: Store, database: Database) -> None:
     await store.close()  # never opened
     await store.migrate()
     assert database.calls == [("migrate", "host/db")]

@@ -29,7 +29,7 @@ def test_before_the_commit_every_error_means_not_applied() -> None:
         assert isinstance(store_error(kind("x"), in_commit=False), StoreUnavailable)
 
 
-def test_in_the_commit_an_error_that_nobody_listed_means_unknown() -> None:
+def test_in_the_commit_an_unlisted_error_means_unknown() -> None:
     assert isinstance(store_error(RuntimeError("x"), in_commit=True), OutcomeUnknown)
     assert isinstance(store_error(apsw.IOError("x"), in_commit=True), OutcomeUnknown)
     assert isinstance(store_error(apsw.BusyError("x"), in_commit=True), StoreUnavailable)
@@ -137,7 +137,7 @@ async def test_a_sync_that_fails_leaves_the_outcome_open_until_the_next_write(
     assert await _stored(store) == [make_timer("after", 2), *known]
 
 
-async def test_a_file_that_may_not_grow_applies_nothing_and_recovers(store: SqliteStore) -> None:
+async def test_a_file_that_cannot_grow_applies_nothing_and_recovers(store: SqliteStore) -> None:
     fence = await _claimed(store)
     db = store._write_db
     assert db is not None
@@ -150,7 +150,7 @@ async def test_a_file_that_may_not_grow_applies_nothing_and_recovers(store: Sqli
     assert await _stored(store) == [make_timer()]
 
 
-async def test_a_file_locked_by_another_program_is_unavailable_until_it_lets_go(
+async def test_a_file_locked_by_another_program_is_unavailable_until_it_is_unlocked(
     store: SqliteStore, tmp_path: Path
 ) -> None:
     fence = await _claimed(store)

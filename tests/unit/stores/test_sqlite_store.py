@@ -65,7 +65,7 @@ def our_threads() -> set[str]:
 # --- opening and closing -------------------------------------------------------------------------
 
 
-async def test_a_store_has_a_thread_for_each_connection_and_leaves_none_behind(path: Path) -> None:
+async def test_a_store_has_a_thread_for_each_connection_and_stops_all_of_them(path: Path) -> None:
     store = await opened(path)
     await store.open()
     assert our_threads() == {"duetime-sqlite-writer", "duetime-sqlite-reader", "duetime-sqlite-lister"}
@@ -88,7 +88,7 @@ async def test_a_store_has_three_connections_and_closes_them_all(path: Path) -> 
     assert connections_to(path) == 0
 
 
-async def test_a_store_that_is_opened_again_holds_its_lock_again(path: Path) -> None:
+async def test_a_store_that_is_opened_again_has_its_lock_again(path: Path) -> None:
     store = await opened(path)
     await store.close()
     assert holder(url_of(path)) is None
@@ -97,13 +97,13 @@ async def test_a_store_that_is_opened_again_holds_its_lock_again(path: Path) -> 
     await store.close()
 
 
-def test_it_says_that_one_process_has_it_and_keeps_what_it_is_given() -> None:
+def test_the_store_is_exclusive_and_durable() -> None:
     capabilities = SqliteStore.capabilities
     assert (capabilities.exclusive, capabilities.durable, capabilities.parallel_commits) == (True, True, 1)
     assert capabilities.payload_bytes_max == 16_777_216
 
 
-async def test_while_a_store_closes_calls_are_refused(path: Path) -> None:
+async def test_calls_fail_while_a_store_closes(path: Path) -> None:
     store = await opened(path)
     query = ListQuery(namespace="test", num_shards=1)
     closing = asyncio.ensure_future(store.close())
@@ -114,7 +114,7 @@ async def test_while_a_store_closes_calls_are_refused(path: Path) -> None:
     await closing
 
 
-async def test_a_store_that_could_not_be_opened_holds_neither_its_lock_nor_a_thread(path: Path) -> None:
+async def test_a_store_that_could_not_be_opened_has_neither_lock_nor_thread(path: Path) -> None:
     store = SqliteStore.from_url(url_of(path))
     with pytest.raises(SchemaMismatch):
         await store.open()
@@ -124,7 +124,7 @@ async def test_a_store_that_could_not_be_opened_holds_neither_its_lock_nor_a_thr
     await other.close()
 
 
-async def test_every_call_on_a_store_that_is_not_open_is_refused(path: Path) -> None:
+async def test_every_call_on_a_store_that_is_not_open_fails(path: Path) -> None:
     store = SqliteStore.from_url(url_of(path))
     await store.migrate()  # the writer's thread is there, its connection is not
     query = ListQuery(namespace="test", num_shards=1)
@@ -147,7 +147,7 @@ async def test_a_reader_can_write_nothing(path: Path) -> None:
     await store.close()
 
 
-async def test_a_heartbeat_answers_the_time_of_the_machine(path: Path) -> None:
+async def test_a_heartbeat_returns_the_time_of_the_machine(path: Path) -> None:
     class Clock:
         def wall_ms(self) -> int:
             return START_WALL_MS
@@ -165,7 +165,7 @@ async def test_a_heartbeat_answers_the_time_of_the_machine(path: Path) -> None:
     await usual.close()
 
 
-async def test_wiping_removes_the_file_and_what_lies_beside_it_and_nothing_is_fine_too(path: Path) -> None:
+async def test_wipe_removes_the_file_and_its_log_if_they_exist(path: Path) -> None:
     await wipe(url_of(path))
     for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).touch()
@@ -176,7 +176,7 @@ async def test_wiping_removes_the_file_and_what_lies_beside_it_and_nothing_is_fi
 # --- the lock ------------------------------------------------------------------------------------
 
 
-def test_a_predecessor_in_its_last_breath_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_released_soon_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = FileLock(str(path))
     monkeypatch.setattr("duetime.stores.sqlite.connection.time.sleep", lambda seconds: first.release())
     second = FileLock(str(path))
@@ -191,7 +191,7 @@ def test_a_predecessor_in_its_last_breath_is_waited_for(path: Path, monkeypatch:
     assert holder(url_of(path)) is None
 
 
-def test_a_lock_that_is_not_released_is_given_up_after_its_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_not_released_is_an_error_after_the_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     slept: list[float] = []
 
@@ -222,7 +222,7 @@ def test_a_refused_lock_leaves_no_file_open(path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("text", [b"", b"not JSON", b"[1]"])
-def test_a_lock_whose_text_cannot_be_read_holds_all_the_same(path: Path, text: bytes) -> None:
+def test_a_lock_whose_text_cannot_be_read_is_valid(path: Path, text: bytes) -> None:
     lock = FileLock(str(path))
     lock_file = path.with_name(path.name + ".lock")
     lock_file.write_bytes(text)
@@ -236,7 +236,7 @@ def test_a_lock_whose_text_cannot_be_read_holds_all_the_same(path: Path, text: b
     again.release()
 
 
-def test_nobody_holds_a_file_that_is_not_there_and_asking_makes_none(path: Path) -> None:
+def test_a_missing_file_has_no_holder_and_is_not_created(path: Path) -> None:
     assert holder(url_of(path)) is None
     assert list(path.parent.iterdir()) == []
 
@@ -258,7 +258,7 @@ def version_of(path: Path) -> int:
     return int(version)
 
 
-def test_a_file_of_an_earlier_schema_is_brought_up_step_by_step_and_keeps_what_is_in_it(
+def test_a_file_of_an_earlier_schema_is_migrated_and_keeps_its_rows(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest = schema.SCHEMA_VERSION
@@ -279,7 +279,7 @@ def test_a_file_of_an_earlier_schema_is_brought_up_step_by_step_and_keeps_what_i
     opened.close()
 
 
-def test_a_step_that_fails_in_the_middle_leaves_nothing_of_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_migration_that_fails_in_the_middle_is_rolled_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = schema.SCHEMA_VERSION
     wrong = "CREATE TABLE half (a); INSERT INTO nowhere VALUES (1);"
     monkeypatch.setattr(schema, "_MIGRATIONS", Migrations([*schema._MIGRATIONS.texts, wrong]))
@@ -301,7 +301,7 @@ def test_an_empty_file_with_the_mark_of_another_program_is_refused(path: Path, p
         migrate(str(path))
 
 
-def test_a_file_system_that_cannot_hold_a_log_is_refused(path: Path) -> None:
+def test_a_file_system_that_does_not_support_wal_is_refused(path: Path) -> None:
     class Without:
         def pragma(self, name: str, value: str) -> str:
             return "delete"
@@ -322,7 +322,7 @@ def test_a_connection_that_is_refused_is_closed(path: Path) -> None:
     assert connections_to(path) == 0, f"also while somebody looks at {refused.value}"
 
 
-def test_a_connection_waits_a_moment_for_another_program_that_holds_the_file(path: Path) -> None:
+def test_a_connection_waits_a_moment_for_another_program_that_locks_the_file(path: Path) -> None:
     migrate(str(path))
     db = connect(str(path), "cache_size=-77")
     assert db.pragma("busy_timeout") == 2_000
@@ -343,7 +343,7 @@ def test_a_connection_waits_a_moment_for_another_program_that_holds_the_file(pat
         (apsw.SQLError, "cannot be used: x"),
     ],
 )
-def test_what_goes_wrong_while_opening_is_told_in_plain_words(error: type[apsw.Error], text: str) -> None:
+def test_an_error_while_opening_is_a_setup_error_that_explains_it(error: type[apsw.Error], text: str) -> None:
     with (
         pytest.raises(SetupError, match=f"/some/file.db {text}") as told,
         setup_errors("/some/file.db"),
@@ -358,11 +358,11 @@ def test_what_goes_wrong_while_opening_is_told_in_plain_words(error: type[apsw.E
 
 
 @pytest.mark.parametrize("kind", [kind for kind, maybe in MAY_HAVE_COMMITTED.items() if maybe])
-def test_these_errors_of_a_commit_may_have_left_it_on_disk(kind: type[apsw.Error]) -> None:
+def test_after_these_errors_a_commit_may_be_on_disk(kind: type[apsw.Error]) -> None:
     assert isinstance(store_error(kind("x"), in_commit=True), OutcomeUnknown)
 
 
-def test_the_errors_that_leave_a_commit_in_doubt_are_those_of_the_disk_and_those_nobody_can_explain() -> None:
+def test_the_errors_with_an_unknown_outcome_are_those_of_the_disk_and_unclear_ones() -> None:
     assert {kind.__name__ for kind, maybe in MAY_HAVE_COMMITTED.items() if maybe} == {
         "IOError",
         "NoMemError",
@@ -388,7 +388,7 @@ def test_the_errors_that_leave_a_commit_in_doubt_are_those_of_the_disk_and_those
         (apsw.SQLError, "sqlite: SQLError"),
     ],
 )
-def test_an_error_is_told_in_plain_words(error: type[apsw.Error], text: str) -> None:
+def test_an_error_has_an_explanation(error: type[apsw.Error], text: str) -> None:
     assert store_error(error("x"), in_commit=False).detail == f"{text} (x)"
 
 
@@ -403,7 +403,7 @@ async def test_a_transaction_that_was_left_open_is_rolled_back_before_the_next_o
     await store.close()
 
 
-async def test_a_read_that_fails_was_not_applied_whatever_the_disk_says(path: Path) -> None:
+async def test_a_read_that_fails_is_unavailable_whatever_the_error(path: Path) -> None:
     store = await opened(path)
 
     def broken(db: apsw.Connection) -> None:
@@ -418,7 +418,7 @@ async def test_a_read_that_fails_was_not_applied_whatever_the_disk_says(path: Pa
     await store.close()
 
 
-async def test_a_member_that_is_dead_is_told_so_and_nothing_stays_open(path: Path) -> None:
+async def test_a_dead_member_gets_an_error_and_no_transaction_stays_open(path: Path) -> None:
     store = await opened(path)
     await store.join(Member("me", "here:1", 3, True, 0))
     assert await store.mark_dead("me", 3)
@@ -439,7 +439,7 @@ def thread() -> Iterator[ConnectionThread]:
     thread.stop()
 
 
-async def test_work_is_done_in_its_order_on_one_thread_and_its_errors_come_back(thread: ConnectionThread) -> None:
+async def test_work_runs_in_order_on_one_thread_and_its_errors_are_raised(thread: ConnectionThread) -> None:
     assert await thread.run(lambda: threading.current_thread().name) == "duetime-sqlite-test"
     assert await thread.run(lambda: threading.current_thread().daemon), "a process that ends does not wait for it"
     with pytest.raises(ZeroDivisionError):
@@ -449,7 +449,7 @@ async def test_work_is_done_in_its_order_on_one_thread_and_its_errors_come_back(
     assert numbers == list(range(50))
 
 
-async def test_a_thread_that_was_stopped_finishes_what_it_has_and_takes_nothing_more(thread: ConnectionThread) -> None:
+async def test_a_stopped_thread_finishes_queued_work_and_rejects_new_work(thread: ConnectionThread) -> None:
     may_end = threading.Event()
     first = asyncio.ensure_future(thread.run(may_end.wait))
     second = asyncio.ensure_future(thread.run(lambda: "done"))
@@ -462,9 +462,7 @@ async def test_a_thread_that_was_stopped_finishes_what_it_has_and_takes_nothing_
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_work_that_nobody_waits_for_any_more_is_done_and_disturbs_nobody(
-    thread: ConnectionThread, fails: bool
-) -> None:
+async def test_work_of_a_cancelled_caller_is_finished_without_an_error(thread: ConnectionThread, fails: bool) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -485,7 +483,7 @@ async def test_work_that_nobody_waits_for_any_more_is_done_and_disturbs_nobody(
     assert problems == []
 
 
-def test_work_whose_event_loop_is_gone_disturbs_nobody(thread: ConnectionThread) -> None:
+def test_work_whose_event_loop_is_closed_causes_no_error(thread: ConnectionThread) -> None:
     may_end = threading.Event()
 
     async def ask_and_leave() -> None:

@@ -100,14 +100,14 @@ async def test_what_an_error_in_the_middle_of_a_commit_means(
         await sqlserver_statements.commit(line_to(server, lines).write, BATCHES)
 
 
-async def test_an_error_of_a_later_statement_is_not_overlooked(lines: list[SessionPool]) -> None:
+async def test_an_error_of_a_later_statement_is_raised(lines: list[SessionPool]) -> None:
     """The first of them has answered by then, and the driver says nothing until it is asked for the next."""
     answer = numbers((0,)) + more() + failed(2627, "Violation of PRIMARY KEY constraint", 14)
     with answering(answer) as server, pytest.raises(StoreUnavailable, match="PRIMARY KEY"):
         await sqlserver_statements.commit(line_to(server, lines).write, BATCHES)
 
 
-async def test_a_deadlock_is_tried_again(lines: list[SessionPool]) -> None:
+async def test_a_deadlock_is_retried(lines: list[SessionPool]) -> None:
     answers = [failed(1205, "was deadlocked", 13), failed(1222, "Lock request time out period exceeded.")]
     answers.append(numbers((0,)) + more() + done())
     with TdsServer(lambda said: settings(said) or answers.pop(0)) as server:
@@ -116,13 +116,13 @@ async def test_a_deadlock_is_tried_again(lines: list[SessionPool]) -> None:
         assert not answers
 
 
-async def test_a_fence_that_fails_is_a_loss(lines: list[SessionPool]) -> None:
+async def test_a_fence_that_fails_is_shard_lost(lines: list[SessionPool]) -> None:
     with answering(numbers((5,)) + done()) as server:
         [result] = await sqlserver_statements.release(line_to(server, lines).write, [Fence(0, 1, 1)])
         assert isinstance(result, ShardLost)
 
 
-async def test_a_commit_whose_answer_is_lost_is_unknown_and_the_next_one_connects_anew(
+async def test_a_commit_whose_answer_is_lost_is_unknown_and_the_next_one_reconnects(
     lines: list[SessionPool],
 ) -> None:
     heard: list[str] = []
@@ -141,7 +141,7 @@ async def test_a_commit_whose_answer_is_lost_is_unknown_and_the_next_one_connect
         assert await sqlserver_statements.commit(write, BATCHES) == [Committed()]
 
 
-async def test_a_commit_that_is_not_answered_in_time_is_unknown_and_holds_up_nobody(lines: list[SessionPool]) -> None:
+async def test_a_commit_without_an_answer_in_time_is_unknown_and_blocks_nothing(lines: list[SessionPool]) -> None:
     may_answer = threading.Event()
 
     def answer(said: str) -> bytes | None:
@@ -170,7 +170,7 @@ async def test_a_commit_that_is_not_answered_in_time_is_unknown_and_holds_up_nob
         (4060, 'Cannot open database "test" requested by the login. The login failed.', 11, "does not exist"),
     ],
 )
-async def test_who_is_not_let_in_is_told_why(number: int, text: str, severity: int, says: str) -> None:
+async def test_a_rejected_login_is_explained(number: int, text: str, severity: int, says: str) -> None:
     with TdsServer(lambda said: None, login=error(number, text, severity) + done(0x02)) as server:
         address = address_of(server.url())
         with pytest.raises(mssql_python.Error) as caught:
@@ -188,7 +188,7 @@ async def test_results_come_in_the_order_of_the_batch(lines: list[SessionPool]) 
         assert sqlserver_connection.FETCH_ROWS > 1
 
 
-async def test_a_call_makes_the_server_forget_what_the_one_before_prepared_without_another_message(
+async def test_a_call_discards_the_previously_prepared_statement_in_the_same_message(
     lines: list[SessionPool],
 ) -> None:
     """The driver prepares anew with every call, so that statements would pile up on the server."""
@@ -210,7 +210,7 @@ def deaf() -> Iterator[TdsServer]:
         yield server
 
 
-async def test_a_call_is_given_up_from_outside_when_the_driver_would_wait_for_ever(deaf: TdsServer) -> None:
+async def test_a_call_has_a_limit_also_if_the_driver_waits_without_one(deaf: TdsServer) -> None:
     """The driver's own limit, a second, is over long before; it waits for the server to confirm that it has stopped."""
     abandoned = AbandonedThreads(8)
     db = await connect(address_of(deaf.url()), 3.0, 1, limit_seconds=2.0, abandoned=abandoned)
@@ -222,7 +222,7 @@ async def test_a_call_is_given_up_from_outside_when_the_driver_would_wait_for_ev
         await db.run(lambda db: None)
 
 
-async def test_who_stops_waiting_gives_the_connection_up(deaf: TdsServer) -> None:
+async def test_a_cancelled_caller_terminates_the_connection(deaf: TdsServer) -> None:
     db = await connect(address_of(deaf.url()))
     waiting = asyncio.ensure_future(db.run(lambda db: execute(db, "SELECT …")))
     await asyncio.sleep(0)
@@ -232,7 +232,7 @@ async def test_who_stops_waiting_gives_the_connection_up(deaf: TdsServer) -> Non
     assert db.is_closed
 
 
-async def test_a_write_that_is_given_up_is_unknown_and_the_next_one_has_a_new_connection(
+async def test_a_terminated_write_is_unknown_and_the_next_one_has_a_new_connection(
     deaf: TdsServer, lines: list[SessionPool]
 ) -> None:
     heard: list[str] = []
@@ -251,7 +251,7 @@ async def test_a_write_that_is_given_up_is_unknown_and_the_next_one_has_a_new_co
     assert await sqlserver_statements.commit(write, BATCHES) == [Committed()]
 
 
-async def test_threads_that_are_given_up_are_counted_and_limited() -> None:
+async def test_abandoned_threads_are_counted_and_limited() -> None:
     abandoned = AbandonedThreads(2)
     may_end = threading.Event()
 
@@ -270,7 +270,9 @@ async def test_threads_that_are_given_up_are_counted_and_limited() -> None:
     abandoned.check()
 
 
-async def test_a_line_whose_server_is_deaf_stops_opening_connections(deaf: TdsServer, lines: list[SessionPool]) -> None:
+async def test_a_pool_whose_server_does_not_answer_stops_opening_connections(
+    deaf: TdsServer, lines: list[SessionPool]
+) -> None:
     deaf.answer = lambda said: b""  # not even its settings
     line = SessionPool(address_of(deaf.url()), 1, 5.0, 0.01)
     lines.append(line)
@@ -310,7 +312,7 @@ async def test_tables_that_are_hidden_from_this_user_are_not_taken_for_missing(a
     assert not any("BEGIN TRANSACTION" in said for said in server.said)
 
 
-async def test_tables_that_are_missing_are_called_missing() -> None:
+async def test_tables_that_are_missing_are_reported_as_missing() -> None:
     missing = failed(208, "Invalid object name 'duetime_schema'.")
     with found(TOP=missing) as server, pytest.raises(SchemaMismatch, match="no tables yet"):
         await sqlserver_schema.check(address_of(server.url()))

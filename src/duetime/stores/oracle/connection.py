@@ -99,7 +99,7 @@ _SETTINGS = (
     "ALTER SESSION SET COMMIT_LOGGING = 'IMMEDIATE'",
     "ALTER SESSION SET COMMIT_WAIT = 'WAIT'",
 )
-# The history of a database changes with a failover or a restore: it says where the log was started anew. A user who
+# The history of a database changes with a failover or a restore: it says where the log was started again. A user who
 # may not read it reads the unique name instead, which is different on a standby.
 _HISTORY = "SELECT TO_CHAR(resetlogs_change#) || ' ' || TO_CHAR(resetlogs_time, 'YYYYMMDDHH24MISS') FROM v$database"
 _NAME = "SELECT SYS_CONTEXT('USERENV', 'DB_UNIQUE_NAME') FROM dual"

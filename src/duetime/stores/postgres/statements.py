@@ -120,8 +120,8 @@ def commit_sql(puts: bool, deletes: bool, reached: bool, low_water: bool) -> str
     arguments.count = 1
     # A new low water changes the shard row. With shared locks, two such commits would wait for each other: a deadlock.
     parts = [_fence(arguments, to_change_it=low_water)]
-    all_held = "(SELECT count(*) FROM fence) = $1::int"
-    removed, answer, sunk = all_held, "'{}'::bigint[]", "0"
+    all_valid = "(SELECT count(*) FROM fence) = $1::int"
+    removed, answer, low_waters_set = all_valid, "'{}'::bigint[]", "0"
     put_keys: list[str] | None = None
     if puts or deletes:
         # The keys of the puts come first: those that are found among them are replaced.
@@ -133,21 +133,21 @@ def commit_sql(puts: bool, deletes: bool, reached: bool, low_water: bool) -> str
   FROM unnest({keys}) WITH ORDINALITY AS k(shard_id, timer_namespace, timer_id, number)
   CROSS JOIN LATERAL (
     SELECT {_KEY_OF_ROW} FROM timers AS t WHERE {_IS_TIMER_OF_KEY} OFFSET 0) AS t
-  WHERE {all_held}),
+  WHERE {all_valid}),
 gone AS (DELETE FROM timers AS t USING found AS f WHERE {_IS_ROW_OF} RETURNING f.number)""")  # noqa: S608
-        removed = f"{all_held} AND (SELECT count(*) FROM gone) >= 0"  # noqa: S608
+        removed = f"{all_valid} AND (SELECT count(*) FROM gone) >= 0"  # noqa: S608
         answer = "ARRAY(SELECT number FROM gone)"
     if puts:
         parts.append(f"put AS ({_insert(arguments, 2, removed, put_keys or ())})")
     if reached:
-        parts.append(f"ended AS ({_insert(arguments, 3, all_held)})")
+        parts.append(f"ended AS ({_insert(arguments, 3, all_valid)})")
     if low_water:
         given = ", ".join(arguments.arrays("int", "bigint", "bigint", "bigint"))
         parts.append(f"""water AS MATERIALIZED (
   SELECT shard_set_low_water(w.shard_id, ARRAY[w.at_ms, w.high, w.low])
-  FROM unnest({given}) AS w(shard_id, at_ms, high, low) WHERE {all_held})""")  # noqa: S608
-        sunk = "(SELECT count(*) FROM water)"  # selected, because otherwise the step would not be executed
-    return f"WITH {', '.join(parts)}\nSELECT ARRAY(SELECT shard_id FROM fence), {answer}, {sunk}, $1::int"  # noqa: S608
+  FROM unnest({given}) AS w(shard_id, at_ms, high, low) WHERE {all_valid})""")  # noqa: S608
+        low_waters_set = "(SELECT count(*) FROM water)"  # selected, because otherwise the step would not be executed
+    return f"WITH {', '.join(parts)}\nSELECT ARRAY(SELECT shard_id FROM fence), {answer}, {low_waters_set}, $1::int"  # noqa: S608
 
 
 _SHARD = (
@@ -155,7 +155,7 @@ _SHARD = (
     f" {ms('s.shard_claimed_at')}, s.shard_low_water"
 )
 _SHARDS = f"SELECT {_SHARD} FROM shards AS s ORDER BY s.shard_id"  # noqa: S608
-# The lock brings the row as it is now, whatever the snapshot says: it is what a claim that fails is answered with.
+# The lock reads the current row, which may be newer than the snapshot. It is the result of a claim that fails.
 _CLAIM = f"""
 WITH found AS MATERIALIZED (
   SELECT f.*, s.shard_version, s.shard_nonce, s.shard_owner_id, s.shard_owner_address, s.shard_claimed_at,
@@ -383,7 +383,7 @@ def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
     puts = [timer for batch in batches for timer in batch.puts]
     deletes = [key for batch in batches for key in batch.deletes]
     reached = [ended for batch in batches for ended in batch.reached]
-    waters = [(batch.fence.shard_id, *batch.low_water) for batch in batches if batch.low_water is not None]
+    low_waters = [(batch.fence.shard_id, *batch.low_water) for batch in batches if batch.low_water is not None]
     put_shards = [batch.fence.shard_id for batch in batches for _ in batch.puts]
     columns = common_columns(puts) if puts else []
     if puts:
@@ -399,9 +399,9 @@ def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
     if reached:
         args.append([batch.fence.shard_id for batch in batches for _ in batch.reached])
         args += reached_columns(reached)
-    if waters:
-        args += ([water[part] for water in waters] for part in range(4))
-    return commit_sql(bool(puts), bool(deletes), bool(reached), bool(waters)), *args
+    if low_waters:
+        args += ([low_water[part] for low_water in low_waters] for part in range(4))
+    return commit_sql(bool(puts), bool(deletes), bool(reached), bool(low_waters)), *args
 
 
 async def load(run: Run, requests: Sequence[PageRequest]) -> list[Page]:

@@ -45,9 +45,8 @@ __all__ = ["SqliteStore", "wipe"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ANSWER_BYTES_MAX = (
-    128 * 1024 * 1024
-)  # of the JSON text that one statement returns; a page that would be longer is made shorter
+# Of the JSON text that one statement returns. A page that would be longer is made shorter.
+RESULT_BYTES_MAX = 128 * 1024 * 1024
 # A checkpoint every 16,000 pages (64 MiB of log): the default of 1,000 costs a third to a half of the throughput.
 WRITER_PRAGMAS = ("synchronous=FULL", "temp_store=MEMORY", "cache_size=-65536", "wal_autocheckpoint=16000")
 READER_PRAGMAS = ("query_only=ON", "temp_store=MEMORY", "cache_size=-16384")
@@ -130,7 +129,7 @@ class SqliteStore:
             self._read_db = schema.connect(self._path, *READER_PRAGMAS)
             self._list_db = schema.connect(self._path, *READER_PRAGMAS)
             for db in (self._read_db, self._list_db):
-                db.limit(apsw.SQLITE_LIMIT_LENGTH, ANSWER_BYTES_MAX)
+                db.limit(apsw.SQLITE_LIMIT_LENGTH, RESULT_BYTES_MAX)
 
     def _disconnect(self) -> None:
         for reading in (self._read_db, self._list_db):
