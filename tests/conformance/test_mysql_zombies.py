@@ -1,6 +1,6 @@
-"""MySQL, MariaDB and TiDB, by hand: a fenced write and a claim with every order of their locks and commits.
+"""MySQL, MariaDB and TiDB, step by step: a fenced write and a claim with every order of their locks and commits.
 
-The conformance suite races them; here each waits where it is told to, and a fence that does not lock is caught.
+The conformance suite runs them at the same time; here each waits at a chosen point, so that a missing lock is detected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WRITES: dict[str, Act] = {
     "release": lambda write, fence: mysql_statements.release(write, [fence]),
 }
 
-# How a server says that a session waits for a lock.
+# How a server reports that a session waits for a lock.
 WAITS = {
     "mariadb": "information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT' AND trx_mysql_thread_id = {}",
     "mysql": "information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT' AND trx_mysql_thread_id = {}",
@@ -52,7 +52,7 @@ WAITS = {
 
 
 class Session:
-    """One whose transactions, once they have their locks, wait for a sign before they go on to their COMMIT."""
+    """A session whose transactions, once they have their locks, wait for an event before their COMMIT."""
 
     def __init__(self, db: Any) -> None:
         self.db = db
@@ -87,7 +87,7 @@ class Session:
 
 
 class Scene:
-    """Two sessions, A of the old owner, B of the new one; and a store to look with."""
+    """Two sessions, A of the old owner, B of the new one; and a store that reads the result."""
 
     def __init__(self, store: MySqlStore, server_name: str, a: Any, b: Any, looking: Any) -> None:
         self.store, self.server_name, self.looking = store, server_name, looking
@@ -102,13 +102,13 @@ class Scene:
         return row.fence
 
     async def until_waiting(self, session: Session) -> None:
-        """Until it waits for a lock, as the server itself says."""
+        """Waits until it waits for a lock, according to the server."""
         where = WAITS[self.server_name].format(session.db.thread_id())
         for _ in range(100):
             [rows] = await execute(self.looking, (f"SELECT 1 FROM {where}",))
             if rows:
                 return
-            await asyncio.sleep(0.12)  # InnoDB's table of transactions is made anew if nobody looks for 0.1 s
+            await asyncio.sleep(0.12)  # InnoDB refreshes its table of transactions only if it was not read for 0.1 s
         raise AssertionError("it does not wait")
 
 
@@ -196,7 +196,7 @@ async def test_a_claim_waits_for_a_write_that_has_its_fence_and_sees_all_of_it(s
 @on_all
 @pytest.mark.parametrize("name", WRITES)
 async def test_a_write_waits_for_a_write_of_the_same_owner_and_then_writes(scene: Scene, name: str) -> None:
-    """The shard row was changed meanwhile, but not what the fence looks at."""
+    """The shard row was changed in the meantime, but not the columns of the fence."""
     fence = await filled(scene)
     other = await scene.b.begin(WRITES["low water"](scene.b.write, fence))
     scene.a.may_end.set()
@@ -209,7 +209,7 @@ async def test_a_write_waits_for_a_write_of_the_same_owner_and_then_writes(scene
 
 @on_all
 async def test_a_write_that_waited_sees_what_the_other_one_has_written(scene: Scene) -> None:
-    """What it looks for after the lock is of that moment, and not of the one when it began."""
+    """What it reads after the lock is the current state, and not that of its start."""
     fence = await filled(scene)
     new, gone = make_timer("new", 7), make_timer("gone")
     other = await scene.b.begin(
@@ -275,7 +275,7 @@ async def test_a_write_after_the_claim_writes_nothing(scene: Scene, name: str) -
 async def test_without_the_lock_or_the_check_of_the_fence_the_zombie_writes(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str, broken: str
 ) -> None:
-    """The tests above can fail: with either half of the fence missing the same write goes through."""
+    """The tests above can fail: without either half of the fence the same write is applied."""
     honest = mysql_statements._lock_sql
     fence = await filled(scene)
     claim = await scene.b.begin(scene.claim(fence))
@@ -295,7 +295,7 @@ async def test_without_the_lock_or_the_check_of_the_fence_the_zombie_writes(
 async def test_an_error_after_the_commit_does_not_make_the_commit_fail(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It travels in one message with the commit. That is done; whoever was told otherwise would do it again."""
+    """It is sent in one message with the commit. The commit is done; a caller that gets an error would repeat it."""
     fence = await filled(scene)
     monkeypatch.setattr(mysql_connection, "_AFTERWARDS", "SET SESSION wait_timeout = nonsense")
     [answer] = await scene.store.commit([Batch(fence, [make_timer("new"), make_timer("kept", 9)])])
@@ -307,7 +307,7 @@ async def test_an_error_after_the_commit_does_not_make_the_commit_fail(
 
 @on_all
 async def test_a_client_that_stops_in_the_middle_of_a_write_locks_its_shards_only_briefly(scene: Scene) -> None:
-    """Frozen, or cut off from a server that does not notice: the server ends its transaction, and others go on."""
+    """The client is frozen, or disconnected without the server noticing: the server ends its transaction."""
     fence = await filled(scene)
     before = (await scene.contents())[1:]  # type: ignore[index]
     write = await scene.a.begin(WRITES["everything"](scene.a.write, fence))
@@ -323,7 +323,7 @@ async def test_a_client_that_stops_in_the_middle_of_a_write_locks_its_shards_onl
 
 @on_all
 async def test_commits_claims_purges_and_releases_of_many_shards_never_deadlock(scene: Scene) -> None:
-    """Whoever locks several shards does it in the order of their ids, whatever order they are named in."""
+    """All writers lock shards ordered by id, whatever the order of the call."""
     store, shards = scene.store, range(4)
     fences = [await take(store, shard_id) for shard_id in shards]
 

@@ -1,6 +1,6 @@
-"""PostgreSQL, by hand: a fenced write and a claim with every order of their locks and commits, in real sessions.
+"""PostgreSQL, step by step: a fenced write and a claim with every order of their locks and commits, in real sessions.
 
-The conformance suite races them; here each waits where it is told to, and a fence that does not lock is caught.
+The conformance suite runs them at the same time; here each waits at a chosen point, so that a missing lock is detected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WRITES: dict[str, Write] = {
 
 
 class Scene:
-    """Two sessions with transactions of their own, A of the old owner, B of the new one; and a store to look with."""
+    """Two sessions in transactions, A of the old owner, B of the new one; and a store that reads the result."""
 
     def __init__(self, store: PostgresStore, a: asyncpg.Connection[Any], b: asyncpg.Connection[Any]) -> None:
         self.store, self.a, self.b = store, a, b
@@ -56,7 +56,7 @@ class Scene:
         return row.fence
 
     async def until_waiting(self, session: asyncpg.Connection[Any]) -> None:
-        """Until the session's backend waits for a lock, as the server itself says."""
+        """Waits until the backend of the session waits for a lock, according to the server."""
         sql = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = $1"
         for _ in range(2_000):
             if await self.looking.fetchval(sql, session.get_server_pid()):
@@ -145,7 +145,7 @@ async def test_a_claim_waits_for_a_write_that_has_its_fence_and_sees_all_of_it(s
 
 @pytest.mark.parametrize("name", WRITES)
 async def test_a_write_waits_for_a_write_of_the_same_owner_and_then_writes(scene: Scene, name: str) -> None:
-    """The shard row was changed meanwhile, but not what the fence looks at."""
+    """The shard row was changed in the meantime, but not the columns of the fence."""
     fence = await filled(scene)
     await scene.b.execute("BEGIN")
     await WRITES["low water"](scene.b.fetch, fence)
@@ -198,7 +198,7 @@ async def test_a_write_after_the_claim_writes_nothing(scene: Scene, name: str) -
 
 @pytest.mark.parametrize("name", ["put", "everything"])
 async def test_without_the_lock_of_the_fence_the_zombie_writes(scene: Scene, name: str) -> None:
-    """The tests above can fail: without the lock the same write goes through in the middle of the claim."""
+    """The tests above can fail: without the lock the same write is applied in the middle of the claim."""
     honest = str(await scene.looking.fetchval("SELECT pg_get_functiondef('shard_fence_holds'::regproc)"))
     without_lock = honest.replace("FOR SHARE", "").replace("FOR NO KEY UPDATE", "")
     assert without_lock != honest
@@ -220,7 +220,7 @@ async def test_without_the_lock_of_the_fence_the_zombie_writes(scene: Scene, nam
 
 
 async def test_commits_claims_purges_and_releases_of_many_shards_never_deadlock(scene: Scene) -> None:
-    """Whoever locks several shards does it in the order of their ids, whatever order they are named in."""
+    """All writers lock shards ordered by id, whatever the order of the call."""
     store, shards = scene.store, range(4)
     fences = [await take(store, shard_id) for shard_id in shards]
 
@@ -252,7 +252,7 @@ async def test_no_plan_reads_more_than_it_needs_even_if_it_was_made_on_an_empty_
     for number in range(32):
         await db.execute(f"ALTER TABLE timers_p{number:02} SET (autovacuum_enabled = off)")
     await db.execute("TRUNCATE shards, timers")
-    await db.execute("SELECT pg_stat_force_next_flush()")  # making indexes is reading tables
+    await db.execute("SELECT pg_stat_force_next_flush()")  # creating an index reads the table
     await store.ensure_shards(4)
     await store.close()
     before = await _rows_read(db)

@@ -1,4 +1,4 @@
-"""What databases share that write each shard by itself."""
+"""Rounds of shards, results of commits, and errors of writes of which a part was applied."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_a_step_that_fails_after_another_was_applied_has_an_unknown_outcom
         await step(AWAY)
     with pytest.raises(ShardLost):
         await step(LOST)
-    with pytest.raises(StoreUnavailable):  # another call has steps of its own
+    with pytest.raises(StoreUnavailable):  # another call counts its own steps
         await in_steps(run)(AWAY)
 
 

@@ -1,4 +1,4 @@
-"""MemoryStore beyond the conformance suite: shards it does not have, ends of pages, and failovers."""
+"""MemoryStore, in addition to the conformance suite: missing shards, ends of pages, and failovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists over shards are merged in order, look at a bounded number of rows, and end only where every shard has ended."""
+"""Lists over shards are merged in order, read a limited number of rows, and end only when every scan has ended."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def reached(number: int, outcome: Outcome = Outcome.DELIVERED, **fields: Any) ->
 
 
 class Database:
-    """Rows by shard. Answers at most `most` rows at a time, and says that a scan ended only when asked behind the end
-    if `late` is set: both are allowed."""
+    """Rows by shard. Returns at most `most` rows at a time. With `late`, the end of a scan is reported only by a scan
+    after the last row. Both are allowed."""
 
     def __init__(
         self, rows: Sequence[Timer | Reached], *, shards: int = SHARDS, most: int = 10_000, late: bool = False
@@ -179,7 +179,7 @@ async def test_one_call_reads_a_limited_number_of_rows_and_returns_where_to_cont
 
 
 async def test_a_call_reads_until_something_is_merged_however_many_rows_that_takes() -> None:
-    """The first pages of many shards alone are more than the bound: the call must still get somewhere."""
+    """The first pages of many shards alone are more than the limit: the call must still merge some rows."""
     shards = LIST_ROWS_MAX // 2 + 1
     read: list[int] = []
 
@@ -199,7 +199,7 @@ async def test_a_call_reads_until_something_is_merged_however_many_rows_that_tak
 
 
 class Script:
-    """Answers each scan of a shard with the next of the pieces written for it: (how many rows, whether it ended)."""
+    """Returns for each scan of a shard the next of its prepared results: (how many rows, whether it ended)."""
 
     def __init__(self, **pieces: list[tuple[int, bool]]) -> None:
         self.pieces = [list(each) for each in pieces.values()]

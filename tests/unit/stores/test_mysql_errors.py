@@ -1,4 +1,4 @@
-"""What the errors of MySQL, MariaDB and TiDB mean: nothing was applied, or nobody knows."""
+"""What the errors of MySQL, MariaDB and TiDB mean: not applied, or unknown."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_an_unreachable_server_is_unavailable_and_not_a_setup_error(error: Excep
 
 
 class _Refusing:
-    """A connection to a server that answers so many statements of a message, and the next one with an error."""
+    """A connection to a server that executes this many statements of a message and fails the next one."""
 
     def __init__(self, answers: int, error: Exception) -> None:
         self.answers, self.error = answers, error

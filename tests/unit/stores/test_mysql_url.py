@@ -1,4 +1,4 @@
-"""The URL of a MySQL, MariaDB or TiDB store: what it may say, and what it must not."""
+"""The URL of a MySQL, MariaDB or TiDB store: what is allowed, and what is rejected."""
 
 from __future__ import annotations
 

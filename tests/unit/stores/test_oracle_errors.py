@@ -1,4 +1,4 @@
-"""What Oracle's errors mean: nothing was applied, or nobody knows. And a connection that is given up."""
+"""What Oracle's errors mean: not applied, or unknown. And connections that are terminated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADDRESS = address_of("oracle://me:secret@db.example/timers")
 
 
 def _raised(code: int) -> Exception:
-    """As the driver raises what the server says."""
+    """As the driver raises an error of the server."""
     said = driver._Error(f"ORA-{code:05}: words of the server", code=code)
     return cast(Exception, said.exc_type(said))
 
@@ -169,7 +169,7 @@ async def _nothing(link: Connection) -> None:
 
 
 class _Connection:
-    """As much of a driver's connection as a link looks at."""
+    """The part of a connection of the driver that `Connection` uses."""
 
     terminated = False
 

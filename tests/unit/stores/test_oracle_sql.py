@@ -1,4 +1,4 @@
-"""What is said to Oracle, as far as it can be known without one: binds, columns, values that come back as they were."""
+"""The statements for Oracle, as far as they can be tested without a server: binds, columns, encoding of values."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_rows_are_decoded_to_timers_and_reached_timers(empty: bool) -> None:
 
 
 def test_every_time_of_an_insert_is_bound_as_a_timestamp() -> None:
-    """The driver would make a DATE of it, which has no milliseconds."""
+    """Otherwise the driver would bind it as DATE, which has no milliseconds."""
     for table, row in (
         ("timers", oracle_rows.timer_row(0, make_timer())),
         ("reached", reached_row(0, make_reached(make_timer()))),

@@ -1,4 +1,4 @@
-"""What PostgreSQL's errors mean: nothing was applied, or nobody knows."""
+"""What PostgreSQL's errors mean: not applied, or unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How timers are rows: what is written comes back, column by column, in the order that every adapter relies on."""
+"""Timers as rows: written values are read back, in the order of columns that every adapter relies on."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Sessions with a database: what becomes of work that fails, hangs, or is given up, and of its connection."""
+"""Sessions with a database: work that fails, hangs, or is cancelled, and its connection."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.stores import background
 from duetime.stores import sessions as session_module
-from duetime.stores.sessions import RetryAtOnce, Sessions
+from duetime.stores.sessions import RetryAtOnce, Sessions, enable_keepalive
 
 
 class Connection:
@@ -27,11 +28,11 @@ class Connection:
 
 
 class Harmless(Exception):
-    """Said of a statement, by a server whose connection is as good as before."""
+    """An error of a statement after which the connection can still be used."""
 
 
 class Database:
-    """A driver whose connections are counted."""
+    """A driver that counts its connections."""
 
     name = "some"
 
@@ -135,7 +136,7 @@ async def test_a_rejected_statement_keeps_the_connection_and_a_lost_connection_i
     with pytest.raises(OutcomeUnknown):
         await sessions.write(breaks)
     assert await sessions.read(number_of) == 2
-    database.connections[1].terminate()  # while nobody was using it
+    database.connections[1].terminate()  # while it was not used
     assert await sessions.read(number_of) == 3
 
 
@@ -189,7 +190,7 @@ async def test_a_commit_that_fails_has_an_unknown_outcome(database: Database) ->
 
 @pytest.mark.parametrize("before_the_commit", [True, False])
 async def test_after_the_deadline_the_connection_is_terminated(database: Database, before_the_commit: bool) -> None:
-    """What hung may be applied, unless it was still to be committed."""
+    """Work that hangs may be applied, except before its commit."""
     sessions = sessions_with(database, deadline_seconds=0.02)
     with pytest.raises(StoreUnavailable, match=r"some: no answer within 0\.02 s"):
         await sessions.read(hangs)
@@ -203,7 +204,7 @@ async def test_after_the_deadline_the_connection_is_terminated(database: Databas
 
 
 async def test_a_deadline_that_has_passed_does_not_affect_the_next_work(database: Database) -> None:
-    """A driver that tells nobody of a connection's end: what it says then, it says of the server."""
+    """A driver that does not report the end of a connection: a later error is one of the server."""
     sessions = sessions_with(database, deadline_seconds=0.02)
 
     async def hangs_and_is_refused(connection: Connection) -> int:
@@ -400,3 +401,13 @@ async def test_work_that_waits_for_its_connection_when_its_session_is_closed_is_
     assert await work == 1
     await closing
     assert database.connections[0].is_closed
+
+
+def test_keepalive_is_set_on_tcp_sockets_only() -> None:
+    with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+        enable_keepalive(tcp)
+        enable_keepalive(unix)
+        enable_keepalive(None)
+        assert tcp.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 5
+        assert not unix.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -1,4 +1,4 @@
-"""A store on a SQL database: which sessions do what, when they open and close, and what a failover does to them."""
+"""SqlStore: which session pool runs which call, when pools open and close, and what a failover does to them."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ async def test_a_changed_history_raises_failed_over_and_drops_every_connection(
 async def test_an_instance_that_joins_under_a_new_id_has_the_history_of_that_join(
     store: Store, database: Database
 ) -> None:
-    """Only the newest name counts; of an instance that never joined here the first beat tells the history."""
+    """Only the newest id counts. For an instance that never joined here, the first heartbeat reads the history."""
     await store.open()
     await store.join(ME)
     database.history = "timeline 2"

@@ -1,4 +1,4 @@
-"""What SQLite's errors mean: nothing was applied, or nobody knows; and what is true afterwards."""
+"""What SQLite's errors mean: not applied, or unknown; and what is stored afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_in_the_commit_an_unlisted_error_means_unknown() -> None:
 
 
 class _Faults(apsw.VFS):
-    """The real file system, but for the log: its next writes or syncs may fail."""
+    """The real file system, except that the next writes or syncs of the log can fail."""
 
     def __init__(self) -> None:
         self.real = apsw.vfs_names()[0]

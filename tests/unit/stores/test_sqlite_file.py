@@ -1,4 +1,4 @@
-"""The file under SqliteStore: who may open it, what is refused, and what people see in it."""
+"""The file of SqliteStore: who may open it, what is refused, and what people see in it."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ async def test_a_commit_whose_caller_is_cancelled_is_applied(tmp_path: Path) -> 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await store.commit([Batch(fence)])  # behind it in the queue
+    await store.commit([Batch(fence)])  # after it in the queue
     assert list((await store.load([PageRequest(0, BEFORE_ALL, 1 << 60, 10)]))[0].timers) == [make_timer()]
     await store.close()
 
@@ -246,7 +246,7 @@ async def test_timer_schedules_shows_each_timer_once_as_text(tmp_path: Path) -> 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such modes")
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 async def test_only_the_owner_can_read_the_files_whatever_the_umask(tmp_path: Path, umask: int) -> None:
-    """Signing secrets and payloads are in there."""
+    """The files contain signing secrets and payloads."""
     before = os.umask(umask)
     try:
         store = await opened(tmp_path / "duetime.db")

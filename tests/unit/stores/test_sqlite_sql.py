@@ -1,5 +1,5 @@
-"""Answers of SQLite that would be too long are given in parts, and a part is never taken for the whole. Lists look at a
-bounded number of rows."""
+"""Results of SQLite that would be too long are read in parts, and a part is never taken for the whole. Lists read a
+limited number of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAYLOAD = '"' + "x" * 3_000 + '"'
 
 @pytest.fixture
 async def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SqliteStore]:
-    """One answer holds six of our timers and no more."""
+    """One result has space for six of our timers and no more."""
     monkeypatch.setattr(sqlite, "RESULT_BYTES_MAX", 22_000)
     store = SqliteStore(str(tmp_path / "duetime.db"))
     await store.migrate()
@@ -111,7 +111,7 @@ async def test_one_row_too_large_for_a_result_is_an_error_and_not_the_end(store:
 
 
 class Pages:
-    """What each statement of a list asked for."""
+    """What each statement of a list reads."""
 
     def __init__(self, store: SqliteStore) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -253,7 +253,7 @@ async def test_low_water_is_written_to_the_row_of_its_shard_only(store: SqliteSt
 async def test_two_timers_with_the_same_row_key_are_an_error_and_neither_is_lost(
     store: SqliteStore,
 ) -> None:
-    """Two names with one digest: nobody will see it, and nobody shall be told that it is stored."""
+    """Two names with the same digest. It will not happen; if it does, the second one must not be acknowledged."""
     fence = await owned(store)
     first = make_timer("first", execute_at_ms=1_000)
     second = replace(first, timer_id="second")

@@ -1,4 +1,4 @@
-"""SqliteStore from its opening to its close: the lock, the steps of the schema, threads, and errors in plain words."""
+"""SqliteStore from open to close: the lock, migrations, threads, and texts of errors."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_a_store_that_could_not_be_opened_has_neither_lock_nor_thread(path
 
 async def test_every_call_on_a_store_that_is_not_open_fails(path: Path) -> None:
     store = SqliteStore.from_url(url_of(path))
-    await store.migrate()  # the writer's thread is there, its connection is not
+    await store.migrate()  # the thread of the writer exists, its connection does not
     query = ListQuery(namespace="test", num_shards=1)
     for call in (store.shards, store.namespaces, lambda: store.commit([]), lambda: store.list_timers(query)):
         with pytest.raises(StoreUnavailable, match="the store is not open"):
@@ -184,7 +184,7 @@ def test_a_lock_that_is_released_soon_is_waited_for(path: Path, monkeypatch: pyt
     with monkeypatch.context() as watched:
         closed: list[int] = []
         watched.setattr("duetime.stores.sqlite.connection.os.close", closed.append)
-        first.release()  # again: it has nothing any more, and takes nothing from others
+        first.release()  # a second release changes nothing
         assert closed == []
     assert holder(url_of(path)) is not None
     second.release()
@@ -230,7 +230,7 @@ def test_a_lock_whose_text_cannot_be_read_is_valid(path: Path, text: bytes) -> N
     with pytest.raises(SetupError, match="in use by process unknown on this machine since an unknown time"):
         FileLock(str(path))
     lock.release()
-    lock_file.write_bytes(b"x" * 1_000)  # of somebody who died: nothing of it is left behind the new text
+    lock_file.write_bytes(b"x" * 1_000)  # of a process that ended: nothing of it remains after the new text
     again = FileLock(str(path))
     assert set(holder(url_of(path)) or {}) == {"pid", "host", "since"}
     again.release()

@@ -1,4 +1,4 @@
-"""What SQL Server's errors mean: nothing was applied, or nobody knows. And threads that are given up."""
+"""What SQL Server's errors mean: not applied, or unknown. And threads that are abandoned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN = sorted(set(re.findall(r'"([0-9A-Z]{5})":', inspect.getsource(sqlstate_to
 
 
 def _raised(state: str, said: str = "words of the server") -> Exception:
-    """As the driver raises what the server says."""
+    """As the driver raises an error of the server."""
     error = sqlstate_to_exception(state, f"[Microsoft][ODBC Driver 18 for SQL Server][SQL Server]{said}")
     assert isinstance(error, Exception)
     return error
@@ -37,7 +37,7 @@ def test_every_state_that_the_driver_knows_is_listed() -> None:
 
 @pytest.mark.parametrize("state", KNOWN)
 def test_a_text_of_two_states_has_the_state_with_an_unknown_outcome(state: str) -> None:
-    """The driver keeps a text only, and some states have the same. Not counted: warnings, which it does not raise."""
+    """The driver keeps only a text, and some states have the same text. Warnings are ignored: they are not raised."""
     text = getattr(_raised(state), "driver_error", None)
     same = [other for other in KNOWN if getattr(_raised(other), "driver_error", None) == text]
     errors = [other for other in same if not other.startswith("01")] or same
@@ -49,7 +49,8 @@ def _listed(state: str) -> bool:
 
 
 def test_data_that_does_not_fit_was_not_applied() -> None:
-    """It has one text for 22001 and for the warning 01004. Were it unknown, the shard would be claimed for ever."""
+    """The driver has one text for 22001 and for the warning 01004. With an unknown outcome, the shard would be claimed
+    again and again."""
     text = "String or binary data would be truncated in table 'timers', column 'timer_id'."
     refused = store_error(_raised("22001", text), writing=True)
     assert isinstance(refused, StoreUnavailable)

@@ -1,4 +1,4 @@
-"""What is said to SQL Server, as far as it can be known without one: one parameter, one transaction, and its locks."""
+"""The statements for SQL Server, as far as they can be tested without a server: parameters, transactions, locks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOCKED = "shards AS s WITH (UPDLOCK, HOLDLOCK, ROWLOCK, INDEX(shards_key))"
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_batch_has_one_parameter_whatever_is_in_it(name: str) -> None:
-    """A statement may have 2,100."""
+    """The limit is 2,100 parameters."""
     sql = BATCHES[name]
     assert sql.count("?") == 1
     assert "%(" not in sql, "which the driver would take for parameters too"
@@ -44,7 +44,7 @@ def test_every_batch_has_one_parameter_whatever_is_in_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_is_one_transaction_that_ends_with_its_commit(name: str) -> None:
-    """So an error is one from before it; and nobody waits for a client that froze in between."""
+    """So an error always comes before the commit, and a client that freezes leaves no locks."""
     sql = BATCHES[name]
     assert "SET XACT_ABORT ON;" in sql.partition("BEGIN TRANSACTION;")[0]
     assert sql.count("BEGIN TRANSACTION;") == sql.count("COMMIT TRANSACTION;") == 1

@@ -1,4 +1,4 @@
-"""SqlServerStore and its driver before a server that knows no SQL: what becomes of errors, and of lost answers.
+"""SqlServerStore and its driver with a fake server that knows no SQL: errors, and lost answers.
 
 Skipped where Microsoft's ODBC driver cannot be loaded: it needs libltdl of the system (Debian: libltdl7).
 """
@@ -56,7 +56,7 @@ def line_to(server: TdsServer, lines: list[SessionPool], deadline_seconds: float
 
 
 def settings(said: str) -> bytes | None:
-    """What a connection says of itself at its beginning."""
+    """The answers to the first statements of a connection."""
     if "SET LANGUAGE" in said:
         return done()
     return numbers((7,)) + done() if "recovery_fork_guid" in said else None
@@ -101,7 +101,7 @@ async def test_what_an_error_in_the_middle_of_a_commit_means(
 
 
 async def test_an_error_of_a_later_statement_is_raised(lines: list[SessionPool]) -> None:
-    """The first of them has answered by then, and the driver says nothing until it is asked for the next."""
+    """The first statement has succeeded, and the driver raises nothing until the next result is read."""
     answer = numbers((0,)) + more() + failed(2627, "Violation of PRIMARY KEY constraint", 14)
     with answering(answer) as server, pytest.raises(StoreUnavailable, match="PRIMARY KEY"):
         await sqlserver_statements.commit(line_to(server, lines).write, BATCHES)
@@ -191,7 +191,7 @@ async def test_results_come_in_the_order_of_the_batch(lines: list[SessionPool]) 
 async def test_a_call_discards_the_previously_prepared_statement_in_the_same_message(
     lines: list[SessionPool],
 ) -> None:
-    """The driver prepares anew with every call, so that statements would pile up on the server."""
+    """The driver prepares the statement again with every call. Without this, they would accumulate on the server."""
     with answering(numbers((0,)) + more() + numbers((0,)) + done()) as server:
         write = line_to(server, lines).write
         for _ in range(5):
@@ -205,13 +205,13 @@ async def test_a_call_discards_the_previously_prepared_statement_in_the_same_mes
 
 @pytest.fixture
 def deaf() -> Iterator[TdsServer]:
-    """Logs in and is set up, and from then on hears nothing: statements, or the signal to stop them."""
+    """Answers the login and the settings, and then nothing: neither statements nor the signal to cancel them."""
     with TdsServer(lambda said: settings(said) or b"", attention=False) as server:
         yield server
 
 
 async def test_a_call_has_a_limit_also_if_the_driver_waits_without_one(deaf: TdsServer) -> None:
-    """The driver's own limit, a second, is over long before; it waits for the server to confirm that it has stopped."""
+    """The limit of the driver, a second, is over long before; it waits for the server to confirm the cancellation."""
     abandoned = AbandonedThreads(8)
     db = await connect(address_of(deaf.url()), 3.0, 1, limit_seconds=2.0, abandoned=abandoned)
     with pytest.raises(TimeoutError, match="no answer within 2 s"):
@@ -247,7 +247,7 @@ async def test_a_terminated_write_is_unknown_and_the_next_one_has_a_new_connecti
     write = line_to(deaf, lines, deadline_seconds=0.5).write
     with pytest.raises(OutcomeUnknown, match=r"no answer within 0\.5 s"):
         await asyncio.wait_for(sqlserver_statements.commit(write, BATCHES), 10)
-    lines[0]._sessions._sessions[0]._deadline_seconds = 60.0  # the next one is to be answered, however slowly
+    lines[0]._sessions._sessions[0]._deadline_seconds = 60.0  # the next one is answered, even if slowly
     assert await sqlserver_statements.commit(write, BATCHES) == [Committed()]
 
 
@@ -289,7 +289,7 @@ async def test_a_pool_whose_server_does_not_answer_stops_opening_connections(
 
 
 def found(**answers: bytes) -> TdsServer:
-    """A database without a schema that this user can see; `answers`: to what contains the word."""
+    """A database without a schema that this user can see. `answers`: results of statements that contain the key."""
 
     def answer(said: str) -> bytes:
         if known := settings(said):

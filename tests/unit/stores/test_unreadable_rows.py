@@ -1,4 +1,4 @@
-"""Rows that cannot be decoded, as far as no server is needed: what all adapters share, and those two that have none."""
+"""Rows that cannot be decoded: what all adapters share, and the two adapters that have no server in the tests."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_an_unexpected_error_is_unavailable_on_a_read_and_unknown_on_a_wri
 
 
 class Nonsense:
-    """An open store whose database answers everything with something that nobody can decode."""
+    """An open store whose database returns results that cannot be decoded."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -223,7 +223,7 @@ both = pytest.mark.parametrize("dialect", [ORACLE, SQLSERVER], ids=["oracle", "s
 
 
 def rows_of(dialect: Dialect, timers: Sequence[Timer], wrong: int) -> list[tuple[Any, ...]]:
-    """As the driver gives them, of which one has options that are no timer's."""
+    """Rows as the driver returns them. One of them has options that cannot be decoded."""
     rows = [tuple(dialect[2](0, timer)[1:]) for timer in timers]
     text: Any = '{"t": 5}'
     rows[wrong] = spoilt(rows[wrong], "timer_options", text.encode() if dialect is ORACLE else text)
@@ -237,7 +237,7 @@ def ends_of(dialect: Dialect, generations: Sequence[int], wrong: int) -> list[tu
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, dialect: Dialect, answer: Callable[[str], Any]) -> Any:
-    """Something that runs work, with `answer` in place of the driver: it gives the rows of a statement."""
+    """Runs work with `answer` in place of the driver: it returns the rows of a statement."""
     if dialect is ORACLE:
 
         async def fetched(db: Any, sql: str, values: Any, enough: Any = None) -> Any:
