@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from duetime.errors import OutcomeUnknown, StoreError, StoreUnavailable
+from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreUnavailable
 from duetime.stores.background import CLOSE_SECONDS, BackgroundTasks
 
-__all__ = ["CONNECT_SECONDS", "Driver", "RetryAtOnce", "Session", "Sessions", "enable_keepalive"]
+__all__ = ["CONNECT_SECONDS", "Driver", "RetryAtOnce", "Session", "Sessions", "enable_keepalive", "setup_session"]
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -42,8 +42,8 @@ class Driver(Protocol[C]):
 
     async def close(self, connection: C) -> None: ...
     async def rollback(self, connection: C) -> None: ...
-    def refusal(self, error: Exception) -> str:
-        """The error text for a failed connect."""
+    def setup_error(self, error: Exception) -> SetupError | StoreUnavailable:
+        """The error to raise for an error of a connect, a migration or a check."""
         ...
 
     def failure(self, error: Exception, *, writing: bool) -> tuple[StoreError, bool]:
@@ -89,9 +89,7 @@ class Session(Generic[C]):
         self._ended = True
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._driver.close(connection), CLOSE_SECONDS)
-            self._driver.terminate(connection)
+            await _close(self._driver, connection)
 
     def drop_connection(self) -> None:
         """Terminates the connection. The outcome of running work is unknown; the next work connects again."""
@@ -149,7 +147,7 @@ class Session(Generic[C]):
         try:
             connection = await self._driver.connect(self._connect_seconds)
         except Exception as error:
-            self._refusal = StoreUnavailable(self._driver.refusal(error))
+            self._refusal = StoreUnavailable(self._driver.setup_error(error).detail)
             self._refused_at = asyncio.get_running_loop().time()
             raise self._refusal from error
         if self._ended:  # the login took longer than `close` waits; the connection would stay open
@@ -210,6 +208,29 @@ class Sessions(Generic[C]):
 
     def _least_busy(self) -> Session[C]:
         return min(self._sessions, key=lambda session: session.busy)
+
+
+@contextlib.asynccontextmanager
+async def setup_session(driver: Driver[C], connecting: Awaitable[C] | None = None) -> AsyncIterator[C]:
+    """A connection for migrations and checks. Errors of the driver are raised as `driver.setup_error` returns them.
+    `connecting`: for a connection with other settings than those of `driver.connect`."""
+    connection: C | None = None
+    try:
+        connection = await (connecting or driver.connect(CONNECT_SECONDS))
+        yield connection
+    except (StoreError, SetupError):
+        raise
+    except Exception as error:
+        raise driver.setup_error(error) from error
+    finally:
+        if connection is not None:
+            await _close(driver, connection)
+
+
+async def _close(driver: Driver[C], connection: C) -> None:
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(driver.close(connection), CLOSE_SECONDS)
+    driver.terminate(connection)
 
 
 def enable_keepalive(connection: Any) -> None:

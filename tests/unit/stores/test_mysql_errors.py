@@ -14,7 +14,7 @@ from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottle
 from duetime.store import Fence
 from duetime.stores.mysql import errors as mysql_errors
 from duetime.stores.mysql import statements as mysql_statements
-from duetime.stores.mysql.connection import _Driver, address_of, execute_and_commit
+from duetime.stores.mysql.connection import AsyncmyDriver, address_of, execute_and_commit
 from duetime.stores.mysql.errors import MAY_HAVE_COMMITTED, RolledBack, may_have_committed, setup_error, store_error
 from duetime.stores.sessions import RetryAtOnce
 
@@ -109,7 +109,7 @@ def test_an_unlisted_error_is_unknown_on_a_write() -> None:
 
 
 def test_a_connection_whose_commit_failed_is_not_used_again() -> None:
-    driver = _Driver(ADDRESS)
+    driver = AsyncmyDriver(ADDRESS)
     for number in (1062, 1205, 1213, 1317, 2013):
         assert driver.failure(_raised(number), writing=True)[1] is False
     assert [driver.failure(_raised(number), writing=False)[1] for number in (1213, 1146, 1290, 2006, 2013, 1053)] == [

@@ -10,7 +10,7 @@ import pytest
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.stores import background
 from duetime.stores import sessions as session_module
-from duetime.stores.sessions import RetryAtOnce, Sessions, enable_keepalive
+from duetime.stores.sessions import RetryAtOnce, Sessions, enable_keepalive, setup_session
 
 
 class Connection:
@@ -71,8 +71,8 @@ class Database:
             raise OSError("gone")
         connection.rolled_back += 1
 
-    def refusal(self, error: Exception) -> str:
-        return f"refused: {error}"
+    def setup_error(self, error: Exception) -> StoreUnavailable:
+        return StoreUnavailable(f"refused: {error}")
 
     def failure(self, error: Exception, *, writing: bool) -> tuple[StoreError, bool]:
         if isinstance(error, Harmless):
@@ -411,3 +411,21 @@ def test_keepalive_is_set_on_tcp_sockets_only() -> None:
         assert tcp.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 5
         assert not unix.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def test_a_setup_session_explains_errors_of_the_driver_and_closes_its_connection(database: Database) -> None:
+    async with setup_session(database) as connection:
+        assert not connection.is_closed
+    assert (database.closed, connection.is_closed) == ([1], True)
+    with pytest.raises(StoreUnavailable, match="refused: wrong"):
+        async with setup_session(database, database.connect(1.0)):
+            raise ValueError("wrong")
+    with pytest.raises(ShardLost):
+        async with setup_session(database):
+            raise ShardLost("not an error of the driver")
+    assert database.closed == [1, 2, 3]
+    database.away = OSError("away")
+    with pytest.raises(StoreUnavailable, match="refused: away"):
+        async with setup_session(database):
+            pytest.fail("there is no connection")
+    assert database.closed == [1, 2, 3]

@@ -17,7 +17,7 @@ from asyncmy.constants import CLIENT
 from asyncmy.cursors import Cursor
 from msgspec import Struct
 
-from duetime.errors import SetupError, StoreError
+from duetime.errors import SetupError, StoreError, StoreUnavailable
 from duetime.stores.mysql.errors import (
     RolledBack,
     connection_survives,
@@ -33,6 +33,7 @@ from duetime.stores.store_url import parse_store_url, store_url_error
 __all__ = [
     "BEGIN",
     "Address",
+    "AsyncmyDriver",
     "Read",
     "SessionPool",
     "Write",
@@ -248,7 +249,7 @@ async def execute_and_commit(connection: Any, statements: Sequence[str]) -> list
 # --- sessions ------------------------------------------------------------------------------------
 
 
-class _Driver:
+class AsyncmyDriver:
     """Implements `sessions.Driver` with asyncmy."""
 
     name = "mysql"
@@ -272,8 +273,8 @@ class _Driver:
     async def rollback(self, connection: Any) -> None:
         await execute(connection, ("ROLLBACK", _AFTER_COMMIT))
 
-    def refusal(self, error: Exception) -> str:
-        return error.detail if isinstance(error, SetupError) else setup_error(self._address.label, error).detail
+    def setup_error(self, error: Exception) -> SetupError | StoreUnavailable:
+        return error if isinstance(error, SetupError) else setup_error(self._address.label, error)
 
     def failure(self, error: Exception, *, writing: bool) -> tuple[StoreError, bool]:
         """A connection whose COMMIT failed may still have its transaction open, and BEGIN would commit it."""
@@ -297,7 +298,7 @@ class SessionPool:
     """Sessions for one kind of work."""
 
     def __init__(self, address: Address, count: int, deadline_seconds: float, connect_seconds: float) -> None:
-        self._sessions: Sessions[Any] = Sessions(_Driver(address), count, deadline_seconds, connect_seconds)
+        self._sessions: Sessions[Any] = Sessions(AsyncmyDriver(address), count, deadline_seconds, connect_seconds)
 
     async def read(self, statements: Sequence[str]) -> list[Result]:
         return await self._sessions.read(lambda db: execute(db, statements))

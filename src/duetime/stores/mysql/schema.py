@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from duetime.errors import SetupError, StoreError
 from duetime.store import Danger, Diagnosis
 from duetime.stores.migrations import Migrations
-from duetime.stores.mysql import connection
-from duetime.stores.mysql.connection import Address, execute
-from duetime.stores.mysql.errors import setup_error
+from duetime.stores.mysql.connection import Address, AsyncmyDriver, connect, execute
+from duetime.stores.sessions import setup_session
 from duetime.stores.store_url import store_url_error
 from duetime.telemetry import log
 
@@ -101,22 +99,9 @@ def identity_sql(variables: Mapping[str, str]) -> str:
     return "CONCAT(@@hostname, ':', @@port, ' ', @@server_id)"
 
 
-@contextlib.asynccontextmanager
-async def _session(address: Address) -> AsyncIterator[Any]:
-    """A new connection. Errors of the driver are raised as a SetupError or StoreUnavailable."""
-    db: Any = None
-    try:
-        db = await connection.connect(address, read_seconds=MIGRATION_SECONDS + 10)
-        yield db
-    except (StoreError, SetupError):
-        raise
-    except Exception as error:
-        raise setup_error(address.label, error) from error
-    finally:
-        if db is not None:
-            with contextlib.suppress(Exception):
-                await db.ensure_closed()
-            db.close()
+def _session(address: Address) -> contextlib.AbstractAsyncContextManager[Any]:
+    connecting = connect(address, read_seconds=MIGRATION_SECONDS + 10)
+    return setup_session(AsyncmyDriver(address), connecting)
 
 
 async def _value(db: Any, sql: str) -> Any:

@@ -12,12 +12,12 @@ from urllib.parse import unquote
 import oracledb
 from msgspec import Struct
 
-from duetime.errors import StoreError
+from duetime.errors import SetupError, StoreError, StoreUnavailable
 from duetime.stores.oracle.errors import connection_survives, is_hidden, setup_error, store_error
 from duetime.stores.sessions import CONNECT_SECONDS, Sessions
 from duetime.stores.store_url import parse_store_url
 
-__all__ = ["Address", "Connection", "Run", "SessionPool", "address_of", "connect"]
+__all__ = ["Address", "Connection", "OracledbDriver", "Run", "SessionPool", "address_of", "connect"]
 
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ async def _prepare(address: Address, connection: oracledb.AsyncConnection) -> st
 # --- sessions ------------------------------------------------------------------------------------
 
 
-class _Driver:
+class OracledbDriver:
     """Implements `sessions.Driver` with python-oracledb."""
 
     name = "oracle"
@@ -215,8 +215,8 @@ class _Driver:
     async def rollback(self, connection: Connection) -> None:
         await connection.run(_rollback)
 
-    def refusal(self, error: Exception) -> str:
-        return setup_error(self._address.label, error).detail
+    def setup_error(self, error: Exception) -> SetupError | StoreUnavailable:
+        return setup_error(self._address.label, error)
 
     def failure(self, error: Exception, *, writing: bool) -> tuple[StoreError, bool]:
         """A connection whose COMMIT failed may still have its transaction open, and the next COMMIT would commit it."""
@@ -235,7 +235,9 @@ class SessionPool:
     """Sessions for one kind of work."""
 
     def __init__(self, address: Address, count: int, deadline_seconds: float, connect_seconds: float) -> None:
-        self._sessions: Sessions[Connection] = Sessions(_Driver(address), count, deadline_seconds, connect_seconds)
+        self._sessions: Sessions[Connection] = Sessions(
+            OracledbDriver(address), count, deadline_seconds, connect_seconds
+        )
 
     async def read(self, work: Work[T], /) -> T:
         """A query starts no transaction, so there is no COMMIT."""

@@ -9,17 +9,15 @@ own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import oracledb
 
-from duetime.errors import SetupError, StoreError
 from duetime.store import Danger, Diagnosis
 from duetime.stores.migrations import Migrations
-from duetime.stores.oracle import connection
-from duetime.stores.oracle.connection import Address, Connection
-from duetime.stores.oracle.errors import code_of, is_hidden, setup_error
+from duetime.stores.oracle.connection import Address, Connection, OracledbDriver
+from duetime.stores.oracle.errors import code_of, is_hidden
+from duetime.stores.sessions import setup_session
 from duetime.stores.store_url import store_url_error
 from duetime.telemetry import log
 
@@ -119,22 +117,8 @@ async def wipe(address: Address) -> None:
             await db.connection.commit()
 
 
-@contextlib.asynccontextmanager
-async def _session(address: Address) -> AsyncIterator[Connection]:
-    """A new connection. Errors of the driver are raised as a SetupError or StoreUnavailable."""
-    db: Connection | None = None
-    try:
-        db = await connection.connect(address)
-        yield db
-    except (StoreError, SetupError):
-        raise
-    except Exception as error:
-        raise setup_error(address.label, error) from error
-    finally:
-        if db is not None:
-            with contextlib.suppress(Exception):
-                await db.connection.close()
-            db.terminate()
+def _session(address: Address) -> contextlib.AbstractAsyncContextManager[Connection]:
+    return setup_session(OracledbDriver(address))
 
 
 async def _value(db: Connection, sql: str, *values: Any) -> Any:

@@ -16,12 +16,12 @@ import asyncpg
 from asyncpg.connect_utils import SessionAttribute
 from msgspec import Struct
 
-from duetime.errors import StoreError, StoreUnavailable
+from duetime.errors import SetupError, StoreError, StoreUnavailable
 from duetime.stores.postgres.errors import connection_survives, setup_error, store_error
 from duetime.stores.sessions import CONNECT_SECONDS, Sessions, enable_keepalive
 from duetime.stores.store_url import StoreUrl, parse_store_url
 
-__all__ = ["Address", "SessionPool", "address_of", "begin_sql", "connect"]
+__all__ = ["Address", "AsyncpgDriver", "SessionPool", "address_of", "begin_sql", "connect"]
 
 Connection: TypeAlias = "asyncpg.Connection[Any]"
 
@@ -199,7 +199,7 @@ async def _logged_in(address: Address, within_seconds: float, loop: Any) -> Conn
     )
 
 
-class _Driver:
+class AsyncpgDriver:
     """Implements `sessions.Driver` with asyncpg."""
 
     name = "postgresql"
@@ -222,8 +222,8 @@ class _Driver:
     async def rollback(self, connection: Connection) -> None:
         await connection.execute("ROLLBACK")
 
-    def refusal(self, error: Exception) -> str:
-        return setup_error(self._address.label, error).detail
+    def setup_error(self, error: Exception) -> SetupError | StoreUnavailable:
+        return setup_error(self._address.label, error)
 
     def failure(self, error: Exception, *, writing: bool) -> tuple[StoreError, bool]:
         return store_error(error, writing=writing), connection_survives(error)
@@ -234,7 +234,7 @@ class SessionPool:
     pooler three."""
 
     def __init__(self, address: Address, count: int, deadline_seconds: float, connect_seconds: float) -> None:
-        self._sessions = Sessions(_Driver(address), count, deadline_seconds, connect_seconds)
+        self._sessions = Sessions(AsyncpgDriver(address), count, deadline_seconds, connect_seconds)
         self._pooled = address.pooled
         self._begin = begin_sql(address)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import asyncpg
 
-from duetime.errors import DuetimeError, SetupError, StoreError
+from duetime.errors import DuetimeError
 from duetime.store import Danger, Diagnosis
 from duetime.stores.migrations import Migrations
-from duetime.stores.postgres import connection, statements
-from duetime.stores.postgres.connection import Address
-from duetime.stores.postgres.errors import setup_error
+from duetime.stores.postgres import statements
+from duetime.stores.postgres.connection import Address, AsyncpgDriver, begin_sql
+from duetime.stores.sessions import setup_session
 from duetime.stores.store_url import store_url_error
 from duetime.telemetry import log
 
@@ -96,23 +96,11 @@ async def _timeline_sql(address: Address) -> str:
 @contextlib.asynccontextmanager
 async def _transaction(address: Address) -> AsyncIterator[asyncpg.Connection[Any]]:
     """A new connection in a transaction. Errors of the driver are raised as a SetupError or StoreUnavailable."""
-    try:
-        db = await connection.connect(address)
-    except Exception as error:
-        raise setup_error(address.label, error) from error
-    try:
+    async with setup_session(AsyncpgDriver(address)) as db:
         # Sent as simple statements: behind a pooler the messages of a prepared one could reach different servers.
-        await db.execute("BEGIN" if not address.pooled else connection.begin_sql(address))
+        await db.execute("BEGIN" if not address.pooled else begin_sql(address))
         yield db
         await db.execute("COMMIT")
-    except (StoreError, SetupError):
-        raise
-    except Exception as error:
-        raise setup_error(address.label, error) from error
-    finally:
-        with contextlib.suppress(Exception):
-            await db.close(timeout=1)
-        db.terminate()
 
 
 async def _value(db: asyncpg.Connection[Any], sql: str) -> Any:

@@ -20,14 +20,24 @@ from urllib.parse import unquote
 import mssql_python
 from msgspec import Struct
 
-from duetime.errors import StoreError, StoreUnavailable
+from duetime.errors import SetupError, StoreError, StoreUnavailable
 from duetime.stores.rows import Row
 from duetime.stores.sessions import CONNECT_SECONDS, RetryAtOnce, Sessions
 from duetime.stores.sqlserver.errors import setup_error, store_error
 from duetime.stores.store_url import parse_store_url
 from duetime.telemetry import log
 
-__all__ = ["Address", "Connection", "Run", "SessionPool", "address_of", "connect", "execute", "fetch_until"]
+__all__ = [
+    "Address",
+    "Connection",
+    "MssqlDriver",
+    "Run",
+    "SessionPool",
+    "address_of",
+    "connect",
+    "execute",
+    "fetch_until",
+]
 
 T = TypeVar("T")
 mssql_python.pooling(enabled=False)  # otherwise a closed connection would stay open in the pool of the driver
@@ -313,12 +323,12 @@ async def connect(
 # --- sessions ------------------------------------------------------------------------------------
 
 
-class _Driver:
+class MssqlDriver:
     """Implements `sessions.Driver` with mssql-python."""
 
     name = "sqlserver"
 
-    def __init__(self, address: Address, abandoned: AbandonedThreads) -> None:
+    def __init__(self, address: Address, abandoned: AbandonedThreads | None = None) -> None:
         self._address = address
         self._abandoned = abandoned
 
@@ -337,8 +347,8 @@ class _Driver:
     async def rollback(self, connection: Connection) -> None:
         """Does nothing: a transaction ends with its batch."""
 
-    def refusal(self, error: Exception) -> str:
-        return setup_error(self._address.label, error).detail
+    def setup_error(self, error: Exception) -> SetupError | StoreUnavailable:
+        return setup_error(self._address.label, error)
 
     def failure(self, error: Exception, *, writing: bool) -> tuple[StoreError, bool]:
         """Only after a deadlock or a timeout of a lock it is certain that the connection can still be used."""
@@ -359,7 +369,7 @@ class SessionPool:
     """Sessions for one kind of work."""
 
     def __init__(self, address: Address, count: int, deadline_seconds: float, connect_seconds: float) -> None:
-        driver = _Driver(address, AbandonedThreads(count * ABANDONED_MAX))
+        driver = MssqlDriver(address, AbandonedThreads(count * ABANDONED_MAX))
         self._sessions: Sessions[Connection] = Sessions(driver, count, deadline_seconds, connect_seconds)
 
     async def read(self, work: Work[T], /) -> T:

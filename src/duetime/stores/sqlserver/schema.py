@@ -7,17 +7,14 @@ time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import mssql_python
 
-from duetime.errors import SetupError, StoreError
 from duetime.store import Danger, Diagnosis
 from duetime.stores.migrations import Migrations
-from duetime.stores.sqlserver import connection
-from duetime.stores.sqlserver.connection import Address, Connection, execute
-from duetime.stores.sqlserver.errors import setup_error
+from duetime.stores.sessions import setup_session
+from duetime.stores.sqlserver.connection import Address, Connection, MssqlDriver, connect, execute
 from duetime.stores.store_url import store_url_error
 from duetime.telemetry import log
 
@@ -124,23 +121,10 @@ def _wipe(address: Address, db: Connection) -> None:
         execute(db, "; ".join(f"DELETE FROM {table}" for table in _TABLES))  # noqa: S608
 
 
-@contextlib.asynccontextmanager
-async def _session(address: Address) -> AsyncIterator[Connection]:
-    """A new connection. Errors of the driver are raised as a SetupError or StoreUnavailable."""
-    db: Connection | None = None
-    try:
-        cancel_seconds = MIGRATION_SECONDS + 10
-        db = await connection.connect(address, cancel_seconds=cancel_seconds, limit_seconds=2.0 * cancel_seconds)
-        yield db
-    except (StoreError, SetupError):
-        raise
-    except Exception as error:
-        raise setup_error(address.label, error) from error
-    finally:
-        if db is not None:
-            with contextlib.suppress(Exception):
-                await db.run(Connection.disconnect)
-            db.terminate()
+def _session(address: Address) -> contextlib.AbstractAsyncContextManager[Connection]:
+    seconds = MIGRATION_SECONDS + 10
+    connecting = connect(address, cancel_seconds=seconds, limit_seconds=2.0 * seconds)
+    return setup_session(MssqlDriver(address), connecting)
 
 
 def _value(db: Connection, sql: str) -> Any:
