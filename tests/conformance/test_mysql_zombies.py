@@ -284,7 +284,7 @@ async def test_without_the_lock_or_the_check_of_the_fence_the_zombie_writes(
         write = await scene.a.begin(WRITES[name](scene.a.write, fence))  # it does not wait at all
         await scene.b.end(claim)
     else:
-        monkeypatch.setattr(mysql_statements, "_held", lambda rows, fences: {fence.shard_id for fence in fences})
+        monkeypatch.setattr(mysql_statements, "_owned_shards", lambda rows, fences: {fence.shard_id for fence in fences})
         await scene.b.end(claim)
         write = await scene.a.begin(WRITES[name](scene.a.write, fence))
     assert not was_refused(await scene.a.end(write))
@@ -297,7 +297,7 @@ async def test_an_error_after_the_commit_does_not_make_the_commit_fail(
 ) -> None:
     """It is sent in one message with the commit. The commit is done; a caller that gets an error would repeat it."""
     fence = await filled(scene)
-    monkeypatch.setattr(mysql_connection, "_AFTERWARDS", "SET SESSION wait_timeout = nonsense")
+    monkeypatch.setattr(mysql_connection, "_AFTER_COMMIT", "SET SESSION wait_timeout = nonsense")
     [answer] = await scene.store.commit([Batch(fence, [make_timer("new"), make_timer("kept", 9)])])
     assert isinstance(answer, Committed)
     assert answer.replaced == {1}
