@@ -59,7 +59,6 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     batch_chars_max: int = 8 * 1024 * 1024  # of all rows in one commit call, estimated; a single larger row is allowed
     payload_bytes_max: int
     parallel_commits: int  # commits that may usefully be in flight at once
-    time_resolution_ms: int = 1
     clock_error_ms: int = 0  # largest error of the time that `heartbeat` returns
     exclusive: bool = False  # no other process can use an open store: all earlier members are dead
     durable: bool = True

@@ -148,7 +148,7 @@ async def test_the_view_shows_each_timer_once_as_it_stands_or_as_it_last_ended(u
 
 @on_all
 async def test_what_is_not_there_is_named(server: MySqlLike) -> None:
-    with pytest.raises(SetupError, match=r"nowhere does not exist; CREATE DATABASE"):
+    with pytest.raises(SetupError, match=r"nowhere does not exist; create it with CREATE DATABASE"):
         await open_store(server.url("nowhere")).migrate()
     with pytest.raises(StoreUnavailable, match="cannot be reached"):
         await open_store("mysql://root@127.0.0.1:1/nowhere").open()

@@ -112,7 +112,7 @@ async def test_a_user_who_may_not_make_or_use_tables_is_told_what_to_grant(
     postgres_server.query(f"ALTER ROLE {user} SET default_transaction_read_only = on")
     with pytest.raises(SetupError, match="read-only"):
         await weak.open()
-    with pytest.raises(SetupError, match="let this user in"):
+    with pytest.raises(SetupError, match="rejects this user"):
         await open_store(database_url.replace("//postgres@", "//nobody_of_that_name@")).open()
 
 

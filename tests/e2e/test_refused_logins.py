@@ -360,7 +360,7 @@ async def test_a_strict_login_to_sql_server_that_stalls_is_counted_until_its_ser
             address = sqlserver_connection.address_of(f"sqlserver://me:secret@127.0.0.1:{port}/test?encrypt=strict")
             with pytest.raises(TimeoutError):
                 await sqlserver_connection.connect(address, WITHIN_SECONDS, abandoned=abandoned)
-            with pytest.raises(StoreUnavailable, match="1 threads still wait"):
+            with pytest.raises(StoreUnavailable, match="1 threads are blocked"):
                 await sqlserver_connection.connect(address, WITHIN_SECONDS, abandoned=abandoned)
     abandoned.check()
 

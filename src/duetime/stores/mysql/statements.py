@@ -36,9 +36,8 @@ from duetime.stores.mysql.rows import (
 )
 from duetime.stores.rows import Row, as_json, bound_ms, namespaces_of
 
-MESSAGE_CHARS_MAX = (
-    1024 * 1024
-)  # of one message, which may have four times as many bytes; a single longer row is sent alone
+# Of one message, which may have four times as many bytes. A single longer row is sent alone.
+MESSAGE_CHARS_MAX = 1024 * 1024
 
 
 # --- transactions --------------------------------------------------------------------------------
