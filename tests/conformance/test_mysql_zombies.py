@@ -284,7 +284,9 @@ async def test_without_the_lock_or_the_check_of_the_fence_the_zombie_writes(
         write = await scene.a.begin(WRITES[name](scene.a.write, fence))  # it does not wait at all
         await scene.b.end(claim)
     else:
-        monkeypatch.setattr(mysql_statements, "_owned_shards", lambda rows, fences: {fence.shard_id for fence in fences})
+        monkeypatch.setattr(
+            mysql_statements, "_owned_shards", lambda rows, fences: {fence.shard_id for fence in fences}
+        )
         await scene.b.end(claim)
         write = await scene.a.begin(WRITES[name](scene.a.write, fence))
     assert not was_refused(await scene.a.end(write))
