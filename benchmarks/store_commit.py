@@ -27,7 +27,7 @@ from benchmarks.checks import check_disk
 from duetime.domain.timer import BEFORE_ALL, Timer, shard_of
 from duetime.store import Batch, Claim, Fence, PageRequest
 from duetime.stores.rows import timer_values
-from duetime.stores.sqlite import connection as sqlite_connection
+from duetime.stores.sqlite import schema as sqlite_schema
 from duetime.stores.sqlite import statements as sqlite_statements
 from duetime.stores.sqlite.store import WRITER_PRAGMAS, SqliteStore
 from duetime.testing import make_reached, make_timer
@@ -53,8 +53,8 @@ def some_timers(count: int) -> list[Timer]:
 
 def bare(path: Path, timers: list[Timer], size: int, *, many: bool) -> float:
     """Rows per second of inserting, and nothing else: no thread, no fence, no key that is looked up."""
-    sqlite_connection.migrate(str(path))
-    db = sqlite_connection.connect(str(path), *WRITER_PRAGMAS)
+    sqlite_schema.migrate(str(path))
+    db = sqlite_schema.connect(str(path), *WRITER_PRAGMAS)
     rows = [(shard_of(timer.timer_id, SHARDS), *timer_values(timer)) for timer in timers]
     started = time.perf_counter()
     for first in range(0, len(rows), size):

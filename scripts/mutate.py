@@ -70,7 +70,17 @@ _ENGINE = (
     *(f"tests/sim/test_{name}.py" for name in ("cases_cluster", "failover", "refused_forwards")),
 )
 _STORES = (
-    *_unit("stores", "fencing", "merging", "sessions", "sql_store", "oracle_sql", "sqlserver_sql"),
+    *_unit(
+        "stores",
+        "fencing",
+        "merging",
+        "sessions",
+        "sql_store",
+        "store_url",
+        "migrations",
+        "oracle_sql",
+        "sqlserver_sql",
+    ),
     *_unit("stores", "sqlite_store", "sqlite_sql", "sqlite_errors", "sqlite_file"),
     "tests/conformance/test_stores.py",
     "tests/sim/test_failover.py",

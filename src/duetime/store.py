@@ -1,18 +1,17 @@
-"""PORT: what Duetime needs of a database, and nothing more.
+"""PORT: what Duetime needs of a database.
 
-A store is a shared, durable place for shards of timers. It decides nothing: ownership, time and
-retries are the engine's. What it must give is one thing, and it must give it absolutely:
+A store keeps shards of timers, durable and shared by all instances. It makes no decisions: the engine decides about
+ownership, time and retries. A store must guarantee one thing:
 
-    A write to a shard happens, whole, if and only if the shard row still carries the writer's fence
-    at the moment of the write; otherwise nothing of it happens.
+    A write to a shard is applied completely if the shard row has the fence of the writer at the moment of the write.
+    Otherwise nothing of it is applied.
 
-Time comes in as a value; there is no clock in a store, but for `heartbeat`, which reports the
-database's own so that skew can be seen. Batches are the normal case. An adapter raises only the
-StoreErrors of errors.py, and on a write anything it cannot classify is OutcomeUnknown. A timer or a namespace that
-cannot be decoded is not an error of the call: it is left out and reported as described below; the rest is answered.
+Time is passed in as a value. A store has no clock, except that `heartbeat` returns the time of the database, so that
+clock skew can be measured. Calls take batches. An adapter raises only the StoreErrors of errors.py; on a write, an
+error that it cannot classify is OutcomeUnknown. A timer or a namespace that cannot be decoded does not make the call
+fail: it is left out and reported as described below.
 
-`duetime.testing.conformance` is the definition in executable form, `stores/memory.py` the shortest
-implementation.
+`duetime.testing.conformance` is the executable definition, `stores/memory.py` the shortest implementation.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ __all__ = [
     "Capabilities",
     "Claim",
     "Committed",
+    "Danger",
+    "Diagnosis",
     "Fence",
     "Found",
     "GuardedStore",
@@ -51,28 +52,28 @@ __all__ = [
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
-    """How a store likes to be used. The only difference between stores that anything else may see."""
+    """The limits of a store. These are the only differences between stores that other packages may depend on."""
 
     name: str
-    batch_max: int  # rows in one commit call: puts, deletes and reached, all shards together
-    batch_chars_max: int = 8 * 1024 * 1024  # of all rows in one commit call, about; a single larger one is let through
+    batch_max: int  # rows in one commit call: puts, deletes and reached of all shards
+    batch_chars_max: int = 8 * 1024 * 1024  # of all rows in one commit call, estimated; a single larger row is allowed
     payload_bytes_max: int
     parallel_commits: int  # commits that may usefully be in flight at once
-    clock_error_ms: int = 0  # how far the time that `heartbeat` answers may be off the database's clock
-    exclusive: bool = False  # an open store is used by no other process: whoever was here before is dead
+    clock_error_ms: int = 0  # largest error of the time that `heartbeat` returns
+    exclusive: bool = False  # no other process can use an open store: all earlier members are dead
     durable: bool = True
 
 
 class Fence(Struct, frozen=True, gc=False):
-    """Proof of ownership, checked inside every write."""
+    """Proof of ownership, checked in every write."""
 
     shard_id: int
     version: int
-    nonce: int  # random, signed 64 bits: tells two claims of one version apart after a failover lost commits
+    nonce: int  # random, signed 64 bits: distinguishes two claims of one version, after a failover that lost commits
 
 
 class ShardRow(Struct, frozen=True):
-    """The ownership row of a shard. `owner_id is None`: free."""
+    """The ownership row of a shard. `owner_id is None`: the shard is free."""
 
     shard_id: int
     version: int = 0
@@ -80,7 +81,7 @@ class ShardRow(Struct, frozen=True):
     owner_id: str | None = None
     owner_address: str | None = None
     claimed_at_ms: int = 0
-    low_water: Position = BEFORE_ALL  # no timer of the shard is stored before this
+    low_water: Position = BEFORE_ALL  # no timer of the shard is stored before this position
 
     @property
     def fence(self) -> Fence:
@@ -88,7 +89,7 @@ class ShardRow(Struct, frozen=True):
 
 
 class Claim(Struct, frozen=True):
-    """A wish to own a shard: succeeds if its version is still `expected_version`, and makes it one more."""
+    """A request to own a shard. It succeeds if the version is `expected_version`, and increases the version by one."""
 
     shard_id: int
     expected_version: int
@@ -99,12 +100,12 @@ class Claim(Struct, frozen=True):
 
 
 class Batch(Struct, frozen=True):
-    """What one commit does to one shard. A timer is named at most once in `puts` and `deletes` together.
+    """What one commit does to one shard. A timer occurs at most once in `puts` and `deletes` together.
 
-    `puts`     replace whatever timer is stored under the same namespace and id, wherever it stands;
-    `deletes`  remove the timer stored under that key; absent is fine;
-    `reached`  are added as they are; adding the same one again changes nothing;
-    `low_water`, if set, replaces the shard's.
+    `puts`     replace the timer that is stored under the same namespace and id, whatever its position;
+    `deletes`  remove the timer that is stored under that key, if there is one;
+    `reached`  are added; adding the same one again changes nothing;
+    `low_water`, if set, replaces that of the shard.
     """
 
     fence: Fence
@@ -115,13 +116,13 @@ class Batch(Struct, frozen=True):
 
 
 class Committed(Struct, frozen=True):
-    """A batch that is on disk. `replaced`: indexes of those puts that found a timer and replaced it."""
+    """A batch that is on disk. `replaced`: indexes of the puts that replaced a stored timer."""
 
     replaced: frozenset[int] = frozenset()
 
 
 class PageRequest(Struct, frozen=True):
-    """A wish to load: timers of a shard with `after < position` and `execute_at_ms <= until_ms`, in order."""
+    """Asks for the timers of a shard with `after < position` and `execute_at_ms <= until_ms`, ordered by position."""
 
     shard_id: int
     after: Position
@@ -139,9 +140,9 @@ class Unreadable(Struct, frozen=True):
 
 
 class Page(Struct, frozen=True):
-    """A stretch of timers in order. `next is None`: the range is exhausted; an empty page alone says nothing.
+    """Timers ordered by position. `next is None`: there are no more. An empty page may have a `next`.
 
-    A row that cannot be decoded is in `unreadable` and not in `timers`; `next` moves past it like past any other.
+    A row that cannot be decoded is in `unreadable` and not in `timers`; `next` is after it as after any other row.
     """
 
     timers: Sequence[Timer]
@@ -152,19 +153,19 @@ class Page(Struct, frozen=True):
 class Found(Struct, frozen=True):
     """What is stored under a key: the timer, and the newest of its reached rows (by generation, then time).
 
-    A reached row that cannot be decoded counts as absent: the newest of the others is answered.
+    A reached row that cannot be decoded is ignored: the newest of the others is returned.
     """
 
     timer: Timer | None = None
     reached: Reached | None = None
-    unreadable: str | None = None  # why the timer that is stored there cannot be decoded; then `timer` is None
+    unreadable: str | None = None  # why the stored timer cannot be decoded; `timer` is None then
 
 
 class ListQuery(Struct, frozen=True, kw_only=True):
-    """A filtered look at one namespace, in the order of positions over all its shards.
+    """Asks for timers of one namespace that match a filter, ordered by position over all shards.
 
-    `outcomes` empty: scheduled timers, positions and due range by execute_at. Otherwise reached timers
-    with one of those outcomes, positions by purge time, due range by scheduled_at.
+    If `outcomes` is empty: scheduled timers; positions and the due range are by execute_at. Otherwise: reached timers
+    with one of these outcomes; positions are by purge time, the due range is by scheduled_at.
     """
 
     namespace: str
@@ -180,9 +181,9 @@ class ListQuery(Struct, frozen=True, kw_only=True):
 
 
 class Listing(Struct, frozen=True):
-    """A page of a list. A store bounds its work: a page may be short or empty and still have a `next`.
+    """A page of a list. A store limits the rows it reads for one: a short or empty page may have a `next`.
 
-    Rows that cannot be decoded are left out and counted in `unreadable`; `next` moves past them.
+    Rows that cannot be decoded are left out and counted in `unreadable`; `next` is after them.
     """
 
     timers: Sequence[Timer] = ()
@@ -192,101 +193,121 @@ class Listing(Struct, frozen=True):
 
 
 class Member(Struct, frozen=True):
-    """An instance of the cluster. Dead never comes back; a member without a row is dead."""
+    """An instance of the cluster. A dead member never becomes alive again; a member without a row is dead."""
 
     instance_id: str
     address: str
     counter: int
     alive: bool
     joined_at_ms: int
-    secret: str = ""  # what the others sign with when they speak to it; whoever reads the database may
+    secret: str = ""  # with which other instances sign their requests to it; readable by all who can read the database
+
+
+class Danger(Struct, frozen=True):
+    """A setting of the database with which acknowledged timers can be lost."""
+
+    problem: str
+    consequence: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.consequence}"
+
+
+class Diagnosis(Struct, frozen=True):
+    """What `duetime doctor` reports about a database server. Each fact is a short phrase."""
+
+    facts: Sequence[str] = ()
+    dangers: Sequence[Danger] = ()
 
 
 class Store(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    # -- life: open() connects and refuses a schema it does not know; migrate() makes or updates it,
-    #    under a lock, so that many instances may start at once.
+    # -- open and close. open() connects and raises SchemaMismatch for an unknown schema. migrate() creates or updates
+    #    the schema under a lock, so that many instances can start at the same time.
     async def migrate(self) -> None: ...
     async def open(self) -> None: ...
     async def close(self) -> None: ...
+    async def diagnose(self) -> Diagnosis:
+        """Describes the database server. The store need not be open. Nothing to report: an empty Diagnosis."""
+        ...
 
     # -- members
     async def join(self, member: Member) -> None: ...
     async def heartbeat(self, instance_id: str, counter: int) -> int:
-        """Raise the member's counter if it is alive and answer the database's time; else MemberDead."""
+        """Increases the counter of the member and returns the time of the database. MemberDead if it is not alive."""
         ...
 
     async def members(self) -> list[Member]: ...
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
-        """Declare a member dead if its counter is still that; True if it is dead now."""
+        """Declares a member dead if its counter has this value. Returns whether it is dead now."""
         ...
 
     async def forget_member(self, instance_id: str) -> None:
-        """Remove the row of a dead member; a living one stays."""
+        """Removes the row of a member if it is dead."""
         ...
 
     # -- shards
     async def ensure_shards(self, count: int) -> None:
-        """Make the ownership rows of shards 0 … count-1 that are missing."""
+        """Creates those ownership rows of shards 0 … count-1 that are missing."""
         ...
 
     async def shards(self) -> list[ShardRow]:
-        """All of them, by id."""
+        """All ownership rows, ordered by id."""
         ...
 
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
-        """The rows as they stand afterwards, in the order of the claims: those with your nonce are yours."""
+        """Returns the rows after the claims, in the order of the claims. A claim succeeded if the row has its nonce."""
         ...
 
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
-        """Give shards back: free, same version. Fenced like any write."""
+        """Makes shards free; their version does not change. Fenced like any write."""
         ...
 
     # -- timers
     async def commit(self, batches: Sequence[Batch]) -> Sequence[Committed | StoreError]:
-        """Write each batch whole or, if its fence fails, not at all; one result for each, in order.
+        """Applies each batch completely or, if its fence fails, not at all. One result for each, in order.
 
-        Where batches are written one by one, the error of one is its result, and leaves the others alone. An error
-        that is raised is that of all of them.
+        Where batches are written separately, the error of one is its result and does not affect the others. An error
+        that is raised applies to all batches.
         """
         ...
 
     async def load(self, requests: Sequence[PageRequest]) -> Sequence[Page | StoreError]:
-        """A page for each, in the order asked; sees every commit that was acknowledged before the call. As in commit,
-        the error of one may be its answer."""
+        """Returns a page for each request, in order. Sees every commit that was acknowledged before the call. As in
+        commit, the error of one request may be its result."""
         ...
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
-        """What is stored under (shard, key), in the order asked."""
+        """Returns what is stored under each (shard, key), in order."""
         ...
 
     async def list_timers(self, query: ListQuery) -> Listing: ...
 
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> Sequence[int | StoreError]:
-        """Remove up to `limit` reached rows of each shard with `purge_at_ms < before_ms`; how many were. Fenced. As in
-        commit, the error of one may be its answer."""
+        """Removes up to `limit` reached rows of each shard with `purge_at_ms < before_ms`. Returns how many were
+        removed. Fenced. As in commit, the error of one shard may be its result."""
         ...
 
     # -- namespaces
     async def namespaces(self) -> list[Namespace]:
-        """All of them by name, the deleted ones too. One that cannot be decoded is left out and logged."""
+        """All namespaces ordered by name, deleted ones too. One that cannot be decoded is left out and logged."""
         ...
 
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
-        """Write it if the stored revision is the expected one (None: if there is none); did it?"""
+        """Writes it if the stored revision is the expected one (None: if none is stored). Returns whether it did."""
         ...
 
 
-_READS = frozenset({"shards", "load", "get_many", "list_timers", "members", "namespaces"})
+_READS = frozenset({"shards", "load", "get_many", "list_timers", "members", "namespaces", "diagnose"})
 
 
 class GuardedStore:
-    """A Store that raises StoreErrors only, whatever the adapter or its driver raises.
+    """A Store that raises only StoreErrors, whatever the adapter or its driver raises.
 
     An unexpected error of an adapter must not end a loop of the engine. After such an error of a write it is not known
-    whether it was applied.
+    whether the write was applied.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -336,12 +357,12 @@ _ADAPTERS = {
 
 
 def open_store(url: str) -> Store:
-    """The adapter for a store URL, not yet opened. Only the module that is needed gets imported."""
+    """The adapter for a store URL, not opened. Only the module of that adapter is imported."""
     scheme = urlsplit(url).scheme
     target = _ADAPTERS.get(scheme)
     if target is None:
         raise SetupError(
-            f"store.url: no adapter for {scheme or url!r}; known are {', '.join(sorted(_ADAPTERS))}", field="store.url"
+            f"store.url: no adapter for {scheme or url!r}; allowed: {', '.join(sorted(_ADAPTERS))}", field="store.url"
         )
     module, _, name = target.partition(":")
     adapter = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Which servers of MySQL's kind are tested. Tests marked `tidb` run only if TiDB was asked for, or is there already
+"""Which servers of the MySQL family are tested. Tests marked `tidb` run only if TiDB was requested or is installed
 (tests/servers.py)."""
 
 from __future__ import annotations

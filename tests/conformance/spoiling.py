@@ -1,6 +1,7 @@
 """Makes stored rows undecodable, by the driver of each database: for tests of what a store does with such rows.
 
-What is written is what the database itself accepts: no JSON where it does not look, else JSON that is no timer's.
+The written values are ones that the database accepts: invalid JSON where it does not check, otherwise JSON that is not
+that of a timer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ async def _spoiler(url: str) -> AsyncIterator[Any]:
 
 
 class _Sqlite:
-    """By the library that the store uses: a second one in the same process would break the first one's locks."""
+    """Uses the SQLite library of the store: a second one in the same process would break the locks of the first."""
 
     def __init__(self, db: apsw.Connection) -> None:
         self._db = db
@@ -152,7 +153,7 @@ class _MySql:
     async def _change(self, sql: str) -> None:
         from duetime.stores.mysql import connection as mysql_connection
 
-        assert await mysql_connection.ask(self._db, (sql,)) == [1]
+        assert await mysql_connection.execute(self._db, (sql,)) == [1]
 
 
 class _Mongo:

@@ -18,7 +18,7 @@ from duetime.store import Batch, Claim, Committed, PageRequest
 from duetime.stores.mysql import connection as mysql_connection
 from duetime.stores.mysql import schema as mysql_schema
 from duetime.stores.mysql import statements as mysql_statements
-from duetime.stores.mysql.connection import HOLD_SECONDS, ask
+from duetime.stores.mysql.connection import HOLD_SECONDS, execute
 from duetime.stores.mysql.store import MySqlStore
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import all_timers
@@ -43,7 +43,7 @@ class MySqlSession(Session):
         self._has_locks.set()
         await self._may_end.wait()
         if self._rolls_back:
-            await ask(self.db, ("ROLLBACK",))
+            await execute(self.db, ("ROLLBACK",))
         elif commit is not None:
             await commit(self.db)
         return answer
@@ -83,7 +83,7 @@ class MySqlScene(Scene):
     async def until_waiting(self, session: Session) -> None:
         assert isinstance(session, MySqlSession)
         for _ in range(100):
-            [rows] = await ask(self.looking, (f"SELECT 1 FROM {self._waits.format(session.db.thread_id())}",))
+            [rows] = await execute(self.looking, (f"SELECT 1 FROM {self._waits.format(session.db.thread_id())}",))
             if rows:
                 return
             # InnoDB refreshes its table of transactions only if nobody has read it for 0.1 s.
@@ -133,15 +133,17 @@ class MySqlWrites(FencedWrites):
         self, scene: MySqlScene, monkeypatch: pytest.MonkeyPatch, name: str, broken: str
     ) -> None:
         """So the tests of zombies.py can fail: with either half of the fence missing the write is applied."""
-        locking = mysql_statements._locking
+        locking = mysql_statements._lock_sql
         fence = await filled(scene)
         claim = await scene.b.begin(scene.claim(fence))
         if broken == "no lock":
-            monkeypatch.setattr(mysql_statements, "_locking", lambda ids: locking(ids).replace(" FOR UPDATE", ""))
+            monkeypatch.setattr(mysql_statements, "_lock_sql", lambda ids: locking(ids).replace(" FOR UPDATE", ""))
             write = await scene.a.begin(scene.write(scene.a, name, fence))  # it does not wait at all
             await scene.b.commit(claim)
         else:
-            monkeypatch.setattr(mysql_statements, "_held", lambda rows, fences: {fence.shard_id for fence in fences})
+            monkeypatch.setattr(
+                mysql_statements, "_owned_shards", lambda rows, fences: {fence.shard_id for fence in fences}
+            )
             await scene.b.commit(claim)
             write = await scene.a.begin(scene.write(scene.a, name, fence))
         assert not was_refused(await scene.a.commit(write))
@@ -152,7 +154,7 @@ class MySqlWrites(FencedWrites):
     ) -> None:
         """It is sent in one message with the commit. The commit is done: reported as failed it would be repeated."""
         fence = await filled(scene)
-        monkeypatch.setattr(mysql_connection, "_AFTERWARDS", "SET SESSION wait_timeout = nonsense")
+        monkeypatch.setattr(mysql_connection, "_AFTER_COMMIT", "SET SESSION wait_timeout = nonsense")
         [answer] = await scene.store.commit([Batch(fence, [make_timer("new"), make_timer("kept", 9)])])
         assert isinstance(answer, Committed)
         assert answer.replaced == {1}
@@ -209,5 +211,5 @@ class TestTiDb(MySqlWrites):
 
 async def _rows_read(scene: MySqlScene) -> int:
     """By all sessions, in whatever way."""
-    [rows] = await ask(scene.looking, ("SHOW GLOBAL STATUS LIKE 'Handler_read%'",))
+    [rows] = await execute(scene.looking, ("SHOW GLOBAL STATUS LIKE 'Handler_read%'",))
     return sum(int(value) for name, value in rows if name != "Handler_read_retry")

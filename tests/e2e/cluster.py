@@ -31,7 +31,7 @@ from duetime.domain.instants import LATEST_MS, parse_instant
 from duetime.domain.timer import BEFORE_ALL, shard_of
 from duetime.http.server import HttpServer, Request, Response, serve_http
 from duetime.store import PageRequest, Store, open_store
-from duetime.stores.fencing import as_a_whole
+from duetime.stores.fencing import all_or_error
 from duetime.testing.checker import Callback
 from servers import at_port, port_of
 
@@ -367,7 +367,7 @@ class Cluster:
         requests = [PageRequest(row.shard_id, BEFORE_ALL, LATEST_MS, 1) for row in await store.shards()]
 
         async def is_empty() -> bool:
-            return not any(page.timers for page in as_a_whole(await store.load(requests)))
+            return not any(page.timers for page in all_or_error(await store.load(requests)))
 
         await until(is_empty, "everything has fired", within_seconds)
 

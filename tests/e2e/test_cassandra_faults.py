@@ -214,7 +214,7 @@ async def test_a_caller_who_gives_up_leaves_the_commit_to_finish(far: CassandraS
     fence = await take(far, 0)
     sent = asyncio.Event()
     writer = Writer(Cutting(far._open.data, sent.set, once_sent=True), far._open.statements)
-    commit = asyncio.ensure_future(far._open.outliving(writer.commit([Batch(fence, [make_timer()])])))
+    commit = asyncio.ensure_future(far._open.run_to_end(writer.commit([Batch(fence, [make_timer()])])))
     await sent.wait()
     commit.cancel()
     await asyncio.gather(commit, return_exceptions=True)

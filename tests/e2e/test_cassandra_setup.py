@@ -150,16 +150,16 @@ async def test_local_quorums_serve_as_well(url: str) -> None:
 
 async def test_a_doctor_says_what_the_cluster_is(server: Cassandra, url: str) -> None:
     store = CassandraStore.from_url(url)
-    assert f"schema version none yet, this Duetime knows {SCHEMA_VERSION}" in await store.diagnose()
+    assert f"schema version none yet, this Duetime knows {SCHEMA_VERSION}" in (await store.diagnose()).facts
     await store.migrate()
-    said = await store.diagnose()
-    assert said[0].startswith("Cassandra 5.0")
-    assert "nodes: 1 in datacenter1" in said
-    assert "commitlog_sync is batch" in said
-    assert "paxos_variant is v2" in said
-    assert "copies: 1" in said
-    assert f"schema version {SCHEMA_VERSION}, this Duetime knows {SCHEMA_VERSION}" in said
-    assert not any(sentence.startswith("danger") for sentence in said)
+    diagnosis = await store.diagnose()
+    assert diagnosis.facts[0].startswith("Cassandra 5.0")
+    assert "nodes: 1 in datacenter1" in diagnosis.facts
+    assert "commitlog_sync is batch" in diagnosis.facts
+    assert "paxos_variant is v2" in diagnosis.facts
+    assert "copies: 1" in diagnosis.facts
+    assert f"schema version {SCHEMA_VERSION}, this Duetime knows {SCHEMA_VERSION}" in diagnosis.facts
+    assert not diagnosis.dangers
 
 
 # --- passwords, rights, TLS, dangerous settings --------------------------------------------------
@@ -226,9 +226,9 @@ async def test_settings_that_endanger_the_promise_are_said_loudly(
         store = await ready(url_of(guarded, "loud", SUPERUSER))
     await store.close()
     assert "commitlog_sync is periodic" in caplog.text
-    said = await store.diagnose()
-    assert any(sentence.startswith("danger: commitlog_sync is periodic on 127.0.0.1") for sentence in said)
-    assert any(sentence.startswith("paxos_variant v2 handles") for sentence in said)
+    diagnosis = await store.diagnose()
+    assert any(danger.problem.startswith("commitlog_sync is periodic on 127.0.0.1") for danger in diagnosis.dangers)
+    assert any(fact.startswith("paxos_variant v2 handles") for fact in diagnosis.facts)
 
 
 async def test_a_server_with_the_right_certificate_and_name_is_trusted(guarded: Cassandra, certificates: Path) -> None:

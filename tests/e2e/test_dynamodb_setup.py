@@ -148,8 +148,8 @@ async def test_a_table_of_another_program_is_left_alone(database_url: str) -> No
 
 async def test_units_may_be_provisioned(database_url: str) -> None:
     await (await ready(f"{database_url}&billing=provisioned&read_units=7&write_units=9")).close()
-    said = await DynamoStore.from_url(database_url).diagnose()
-    assert "paid for 7 read and 9 write units" in said[0]
+    diagnosis = await DynamoStore.from_url(database_url).diagnose()
+    assert "paid for 7 read and 9 write units" in diagnosis.facts[0]
 
 
 async def test_wiping_takes_all_but_the_tables(database_url: str) -> None:
@@ -254,23 +254,23 @@ async def test_a_stand_in_and_replicas_are_said_to_endanger_the_promise(
         store = await ready(database_url)
     await store.close()
     assert "is not Amazon's" in caplog.text
-    said = await store.diagnose()
-    assert "ACTIVE, paid on demand" in said[0]
-    assert f"schema version {SCHEMA_VERSION}, this Duetime knows {SCHEMA_VERSION}" in said
-    assert any(sentence.startswith("danger: ") and "is not Amazon's" in sentence for sentence in said)
+    diagnosis = await store.diagnose()
+    assert "ACTIVE, paid on demand" in diagnosis.facts[0]
+    assert f"schema version {SCHEMA_VERSION}, this Duetime knows {SCHEMA_VERSION}" in diagnosis.facts
+    assert any("is not Amazon's" in danger.problem for danger in diagnosis.dangers)
     async with DynamoWay(port_of(database_url)) as way:
         way.always(
             "DescribeTable", described_as(DeletionProtectionEnabled=True, Replicas=[{"RegionName": "eu-west-1"}])
         )
-        said = await DynamoStore.from_url(at_port(database_url, way.port)).diagnose()
-    assert ", protected from deletion" in said[0]
-    assert any(sentence.startswith("danger: ") and "replicated to eu-west-1" in sentence for sentence in said)
+        diagnosis = await DynamoStore.from_url(at_port(database_url, way.port)).diagnose()
+    assert ", protected from deletion" in diagnosis.facts[0]
+    assert any("replicated to eu-west-1" in danger.problem for danger in diagnosis.dangers)
 
 
 async def test_a_doctor_also_looks_where_nothing_is_yet(database_url: str) -> None:
-    said = await DynamoStore.from_url(database_url).diagnose()
-    assert "does not exist yet" in said[0]
-    assert any("schema version none yet" in sentence for sentence in said)
+    diagnosis = await DynamoStore.from_url(database_url).diagnose()
+    assert "does not exist yet" in diagnosis.facts[0]
+    assert any("schema version none yet" in fact for fact in diagnosis.facts)
 
 
 # --- TLS -----------------------------------------------------------------------------------------

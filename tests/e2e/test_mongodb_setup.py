@@ -123,13 +123,13 @@ async def test_a_replica_set_of_another_name_is_named(server: MongoDb) -> None:
 
 
 async def test_the_doctor_says_what_the_server_is(url: str, store: MongoStore) -> None:
-    said = await store.diagnose()
-    assert said[0].startswith("MongoDB 6.")
-    assert "it is the primary of the replica set 'duetime' with 1 member" in said
-    assert "storage engine wiredTiger" in said
-    assert any("connections are free" in sentence for sentence in said)
-    assert f"schema version {SCHEMA_VERSION}, this Duetime knows {SCHEMA_VERSION}" in said
-    assert not any(sentence.startswith("danger") for sentence in said)
+    diagnosis = await store.diagnose()
+    assert diagnosis.facts[0].startswith("MongoDB 6.")
+    assert "it is the primary of the replica set 'duetime' with 1 member" in diagnosis.facts
+    assert "storage engine wiredTiger" in diagnosis.facts
+    assert any("connections are free" in fact for fact in diagnosis.facts)
+    assert f"schema version {SCHEMA_VERSION}, this Duetime knows {SCHEMA_VERSION}" in diagnosis.facts
+    assert not diagnosis.dangers
 
 
 async def test_people_find_names_and_dates_as_they_expect_them(store: MongoStore, by_hand: Any) -> None:
@@ -190,7 +190,7 @@ async def test_the_right_to_read_and_write_in_one_database_is_all_that_is_needed
     assert row.nonce == -7
     [done] = await stores[1].commit([Batch(row.fence, [make_timer()])])
     assert isinstance(done, Committed)
-    assert "MongoDB 6" in (await stores[0].diagnose())[0]
+    assert "MongoDB 6" in (await stores[0].diagnose()).facts[0]
     for store in stores:
         await store.close()
 

@@ -393,13 +393,13 @@ async def test_a_login_to_sql_server_that_is_broken_off_is_closed(then: Any, enc
 
 async def test_a_strict_login_to_sql_server_that_stalls_is_counted_until_its_server_is_gone() -> None:
     """With encrypt=strict the driver keeps no limit while TLS is agreed on, and its thread cannot be stopped."""
-    abandoned = sqlserver_connection.Abandoned(1)
+    abandoned = sqlserver_connection.AbandonedThreads(1)
     async with none_left(SQLSERVER_SECONDS):
         with breaks_off("stalls") as port:
             address = sqlserver_connection.address_of(f"sqlserver://me:secret@127.0.0.1:{port}/test?encrypt=strict")
             with pytest.raises(TimeoutError):
                 await sqlserver_connection.connect(address, WITHIN_SECONDS, abandoned=abandoned)
-            with pytest.raises(StoreUnavailable, match="1 threads still wait"):
+            with pytest.raises(StoreUnavailable, match="1 threads are blocked"):
                 await sqlserver_connection.connect(address, WITHIN_SECONDS, abandoned=abandoned)
 
     async def is_forgotten() -> bool:

@@ -59,7 +59,6 @@ _TRANSIENT_CHECKS = frozenset({"members", "addresses", "shards"})
 _POLL_PAUSE_S = 0.5
 _TAKE_OVER_MS = 2_000  # to claim and load the shards of a dead member
 _HEARTBEATS_WATCHED = 4
-_DANGER = "danger: "  # how Store.diagnose marks a setting by which timers can be lost
 
 
 async def doctor(arguments: Arguments) -> int:
@@ -217,21 +216,16 @@ async def _check_open_store(store: Store, config: Config, status: ClusterStatus 
 
 
 async def _database(store: Store) -> AsyncIterator[Finding]:
-    """The findings of the store about its database, if it has any."""
-    diagnose = getattr(store, "diagnose", None)
-    if diagnose is None:
-        return
+    """What the store reports about its database server."""
     try:
-        sentences = [str(sentence) for sentence in await diagnose()]
+        diagnosis = await store.diagnose()
     except DuetimeError as error:
         yield Finding("database", WRONG, error.detail)
         return
-    for sentence in sentences:
-        if sentence.startswith(_DANGER):
-            what, _, why = sentence.removeprefix(_DANGER).partition(": ")
-            yield Finding("database", WRONG, what, why, "change this setting of the database")
-    if facts := [sentence for sentence in sentences if not sentence.startswith(_DANGER)]:
-        yield Finding("database", GOOD, "; ".join(facts))
+    for danger in diagnosis.dangers:
+        yield Finding("database", WRONG, danger.problem, danger.consequence, "change this setting of the database")
+    if diagnosis.facts:
+        yield Finding("database", GOOD, "; ".join(diagnosis.facts))
 
 
 # --- the cluster, from the rows in the store -------------------------------------------------------

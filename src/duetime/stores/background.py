@@ -1,7 +1,7 @@
-"""Work on a database goes on to its end, whoever stops waiting for it.
+"""Work on a database runs to its end, also if the caller is cancelled.
 
-A cancelled write is one of which nobody knows how far it got; and drivers would cancel it on the server, or leave a
-connection in the middle of an answer.
+The outcome of a cancelled write would be unknown. Drivers would cancel it on the server, or leave the connection in the
+middle of a result.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ __all__ = ["CLOSE_SECONDS", "BackgroundTasks"]
 
 T = TypeVar("T")
 
-CLOSE_SECONDS = 2.0  # that who closes waits for others
+CLOSE_SECONDS = 2.0  # how long `close` waits for running work
 
 
 class BackgroundTasks:
-    """What is under way, or waits for its turn."""
+    """Tasks that are running, or waiting for a session."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -26,8 +26,8 @@ class BackgroundTasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    async def outliving(self, work: Coroutine[Any, Any, T]) -> T:
-        """A caller that is cancelled stops waiting; the work goes on."""
+    async def run_to_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Awaits the work. If the caller is cancelled, the work goes on."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -36,10 +36,10 @@ class BackgroundTasks:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen, even if nobody waits for it any more
+            task.exception()  # marks it as retrieved: the caller may have been cancelled
 
     async def close(self) -> set[asyncio.Task[Any]]:
-        """When all has ended, or when that takes too long: then what has not."""
+        """Waits until all tasks have ended, or for CLOSE_SECONDS. Returns those that have not ended."""
         if not self._tasks:
             return set()
         _, late = await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)

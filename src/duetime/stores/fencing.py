@@ -1,4 +1,4 @@
-"""What every fenced write has in common: turns, losses, answers, and steps of which only the first may be done."""
+"""What the fenced writes of all adapters share: the order of locks, results, and the mapping of errors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from duetime.store import Batch, Committed, Fence
 
 __all__ = [
     "NOTHING_REPLACED",
-    "as_a_whole",
+    "all_or_error",
     "committed",
-    "each_by_itself",
+    "each_shard_separately",
     "in_steps",
     "lost",
     "reading",
-    "turns",
+    "shard_rounds",
     "writing",
 ]
 
@@ -31,13 +31,13 @@ ERROR_CHARS_MAX: Final = 200
 
 
 def reading(call: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """For store calls that change nothing. An unexpected error, while an answer is decoded for instance, is raised as
-    StoreUnavailable: the engine handles only StoreErrors."""
+    """Decorator for store calls that change nothing. An unexpected error, for instance while a result is decoded, is
+    raised as StoreUnavailable: the engine handles only StoreErrors."""
     return _mapped(call, StoreUnavailable)
 
 
 def writing(call: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """For store calls that change something: after an unexpected error the outcome is unknown."""
+    """Decorator for store calls that change something. An unexpected error is raised as OutcomeUnknown."""
     return _mapped(call, OutcomeUnknown)
 
 
@@ -56,27 +56,28 @@ def _mapped(call: Callable[P, Awaitable[T]], kind: type[StoreError]) -> Callable
 
 
 def lost(fence: Fence) -> ShardLost:
-    return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
+    return ShardLost(f"shard {fence.shard_id} is no longer owned at version {fence.version}")
 
 
-def turns(shard_ids: Sequence[int]) -> list[list[int]]:
-    """Indexes in groups to be done one after the other, so that no group names a shard twice. Normally one.
+def shard_rounds(shard_ids: Sequence[int]) -> list[list[int]]:
+    """Divides the indexes of `shard_ids` into rounds that are executed one after the other. No round has a shard twice.
+    Normally there is one round.
 
-    Each in the order of shards, which is the order in which everybody locks.
+    Each round is ordered by shard, because all writers lock in that order: this prevents deadlocks.
     """
-    found: list[list[int]] = []
-    times: dict[int, int] = {}
+    rounds: list[list[int]] = []
+    last_round: dict[int, int] = {}
     for index in sorted(range(len(shard_ids)), key=shard_ids.__getitem__):
         shard_id = shard_ids[index]
-        turn = times[shard_id] = times.get(shard_id, -1) + 1
-        if turn == len(found):
-            found.append([])
-        found[turn].append(index)
-    return found
+        number = last_round[shard_id] = last_round.get(shard_id, -1) + 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(index)
+    return rounds
 
 
 def committed(batches: Sequence[Batch], replaced: Iterable[int]) -> list[Committed | ShardLost]:
-    """The answers, where `replaced` counts through the puts of all batches, from 0."""
+    """The results of batches. `replaced` are indexes into the puts of all batches, counted from 0."""
     found = set(replaced)
     if not found:
         return [NOTHING_REPLACED] * len(batches)
@@ -89,32 +90,34 @@ def committed(batches: Sequence[Batch], replaced: Iterable[int]) -> list[Committ
 
 
 def in_steps(run: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """For what may take more than one statement: once one was applied, a failure of the next is not "not applied"."""
-    begun = False
+    """For a write of several statements. After the first was applied, StoreUnavailable of a later one is raised as
+    OutcomeUnknown, because a part was applied."""
+    applied = False
 
     async def step(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal begun
+        nonlocal applied
         try:
-            answer = await run(*args, **kwargs)
+            result = await run(*args, **kwargs)
         except StoreUnavailable as error:
-            if begun:
+            if applied:
                 raise OutcomeUnknown(error.detail) from error
             raise
-        begun = True
-        return answer
+        applied = True
+        return result
 
     return step
 
 
-async def each_by_itself(
-    wishes: Sequence[T], shard_ids: Sequence[int], act: Callable[[T], Awaitable[R]]
+async def each_shard_separately(
+    requests: Sequence[T], shard_ids: Sequence[int], act: Callable[[T], Awaitable[R]]
 ) -> list[R | StoreError]:
-    """Where each shard is written by itself: a shard's wishes one after the other, those of different shards at once.
+    """For databases that write each shard separately: requests of one shard run one after the other, those of different
+    shards at the same time.
 
-    In the order of the wishes; the error of one is its answer. After one that failed, none of the same shard is tried:
-    who knows what stands there.
+    Returns the results in the order of the requests; the error of a request is its result. After a request failed,
+    later ones of the same shard fail with the same error, because the state of the shard is unknown.
     """
-    answers: dict[int, R | StoreError] = {}
+    results: dict[int, R | StoreError] = {}
     failed: dict[int, StoreError] = {}
 
     async def one(index: int) -> None:
@@ -122,26 +125,26 @@ async def each_by_itself(
         try:
             if shard_id in failed:
                 raise failed[shard_id]
-            answers[index] = await act(wishes[index])
+            results[index] = await act(requests[index])
         except StoreError as error:
-            answers[index] = failed[shard_id] = error
+            results[index] = failed[shard_id] = error
 
-    for turn in turns(shard_ids):
-        for unforeseen in await asyncio.gather(*map(one, turn), return_exceptions=True):
-            if unforeseen is not None:
-                raise unforeseen
-    return [answers[index] for index in range(len(wishes))]
+    for indexes in shard_rounds(shard_ids):
+        for unexpected in await asyncio.gather(*map(one, indexes), return_exceptions=True):
+            if unexpected is not None:
+                raise unexpected
+    return [results[index] for index in range(len(requests))]
 
 
-def as_a_whole(answers: Sequence[R | StoreError]) -> list[R]:
-    """For a call that succeeds or fails as a whole; a ShardLost is an answer like any other. If one failed and another
-    was applied, it is no longer true that nothing was."""
-    failures = [answer for answer in answers if isinstance(answer, StoreError) and not isinstance(answer, ShardLost)]
-    certain = [failure for failure in failures if isinstance(failure, StoreUnavailable)]
-    if len(certain) < len(failures):
+def all_or_error(results: Sequence[R | StoreError]) -> list[R]:
+    """Returns the results, or raises if there is an error among them. ShardLost is a result and not an error here. If
+    one request was not applied and another one was, OutcomeUnknown is raised."""
+    failures = [result for result in results if isinstance(result, StoreError) and not isinstance(result, ShardLost)]
+    not_applied = [failure for failure in failures if isinstance(failure, StoreUnavailable)]
+    if len(not_applied) < len(failures):
         raise next(failure for failure in failures if not isinstance(failure, StoreUnavailable))
-    if certain and any(not isinstance(answer, StoreError) for answer in answers):
-        raise OutcomeUnknown(certain[0].detail) from certain[0]
-    if certain:
-        raise certain[0]
-    return cast("list[R]", list(answers))
+    if not_applied and any(not isinstance(result, StoreError) for result in results):
+        raise OutcomeUnknown(not_applied[0].detail) from not_applied[0]
+    if not_applied:
+        raise not_applied[0]
+    return cast("list[R]", list(results))

@@ -1,7 +1,7 @@
 """MemoryStore: the executable specification of store.py, and the store of the simulator.
 
-Everything is a dict. No call awaits anything, so each one is atomic, and any number of engines may
-share one object. What an adapter answers must be what this one answers; the conformance suite compares.
+Everything is in dicts. No call awaits anything, so each call is atomic, and any number of engines can share one object.
+Every adapter must return what this one returns; the conformance suite compares them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from duetime.store import (
     Capabilities,
     Claim,
     Committed,
+    Diagnosis,
     Fence,
     Found,
     Listing,
@@ -31,6 +32,7 @@ from duetime.store import (
     ShardRow,
     Unreadable,
 )
+from duetime.stores.fencing import lost
 from duetime.stores.rows import log_unreadable_namespace
 
 __all__ = ["MemoryStore"]
@@ -50,7 +52,7 @@ class MemoryStore:
         self._shards: dict[int, _Shard] = {}
         self._spoilt_namespaces: set[str] = set()
         self._timeline = 0
-        self._joined_on: dict[str, int] = {}  # outside of what a failover takes back, as a client's memory is
+        self._joined_on: dict[str, int] = {}  # not part of a snapshot, like the memory of a client
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -65,19 +67,22 @@ class MemoryStore:
     async def close(self) -> None:
         pass
 
+    async def diagnose(self) -> Diagnosis:
+        return Diagnosis()
+
     def snapshot(self) -> object:
-        """Everything, as it is now: for tests that let a database fall back behind what it acknowledged."""
+        """For tests: a copy of everything, to which `restore` returns."""
         return deepcopy((self._members, self._namespaces, self._shards))
 
     def restore(self, snapshot: object) -> None:
-        """A failover: what was acknowledged since is gone. Members learn it from their next heartbeat."""
+        """A failover: what was acknowledged since the snapshot is lost. The next heartbeats raise FailedOver."""
         self._timeline += 1
         self._members, self._namespaces, self._shards = cast(Any, deepcopy(snapshot))
 
     # -- members
 
     async def join(self, member: Member) -> None:
-        """Joining twice is joining once, so that a lost answer may be repeated; but the dead stay dead."""
+        """A second join changes nothing, so a join whose answer was lost can be repeated. A dead member stays dead."""
         if not self._members.setdefault(member.instance_id, member).alive:
             raise MemberDead(f"{member.instance_id} was declared dead")
         self._joined_on[member.instance_id] = self._timeline
@@ -147,10 +152,10 @@ class MemoryStore:
         return ShardRow(shard_id) if shard is None else shard.row
 
     def _owned(self, fence: Fence) -> _Shard | ShardLost:
-        """The fence: same version, same nonce, and somebody owns it."""
+        """The fence is valid if the shard has an owner, and its version and nonce are those of the fence."""
         shard = self._shards.get(fence.shard_id)
         if shard is None or shard.row.owner_id is None or shard.row.fence != fence:
-            return ShardLost(f"shard {fence.shard_id} is no longer held at version {fence.version}")
+            return lost(fence)
         return shard
 
     # -- timers
@@ -255,7 +260,7 @@ class MemoryStore:
 
 
 class _Shard:
-    """One shard: its row, its timers by key and in order, and what became of earlier ones."""
+    """One shard: its row, its timers by key and ordered by position, and its reached rows."""
 
     def __init__(self, row: ShardRow) -> None:
         self.row = row

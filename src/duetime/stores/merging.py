@@ -1,7 +1,7 @@
-"""Lists over a namespace: one range scan per shard, merged in the order of positions.
+"""Lists over a namespace: one range scan per shard, merged by position.
 
-Timers are clustered by shard, so no database has them in one order over all. The scans are read in rounds: whoever
-runs low is read on, together with the others that are about to. One call looks at so many rows and no more.
+Timers are clustered by shard, so no database has all of them in one order. The scans are read in rounds: each round
+reads the next rows of those scans that have few rows left. The number of rows that one call reads is limited.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from msgspec import Struct
 
 from duetime.domain.timer import Position, Reached, Timer
 from duetime.store import Listing, ListQuery, Unreadable
-from duetime.stores.rows import LARGEST, LAST_MS, PLAIN, Reading, readable
+from duetime.stores.rows import DEFAULT_ROW_READER, LARGEST, LAST_MS, RowReader, decode_or_unreadable
 
-__all__ = ["Collected", "Item", "Piece", "Scan", "matches", "matching", "merged"]
+__all__ = ["Item", "ListingBuilder", "Scan", "ScanResult", "is_match", "match_row", "merge_scans"]
 
-LIST_ROWS_MAX = 20_000  # rows one call looks at
+LIST_ROWS_MAX = 20_000  # rows that one call reads
 LIST_PAGE_MAX = 256
 
 Item = tuple[Position, Timer | Reached | Unreadable | None]
-"""A row that a scan has met, and what it is, if it matches."""
+"""The position of a row, and its content if it matches the query."""
 
 
 class Scan(Struct, frozen=True):
-    """A wish: the next `count` rows of the shard with `after < position` and `execute_at_ms <= until_ms`, in order."""
+    """Asks for the next `count` rows of a shard with `after < position` and `execute_at_ms <= until_ms`, in order."""
 
     shard_id: int
     after: Position
@@ -34,15 +34,15 @@ class Scan(Struct, frozen=True):
     count: int
 
 
-class Piece(Struct, frozen=True):
-    """The answer to a scan. `ended`: nothing is behind it; else it has something, if perhaps less than asked for."""
+class ScanResult(Struct, frozen=True):
+    """The result of a scan. `ended`: there are no more rows. Otherwise it may have fewer rows than were asked for."""
 
     items: Sequence[Item]
     ended: bool
 
 
-def matches(query: ListQuery, item: Timer | Reached) -> bool:
-    """For databases that do not filter: is it what the query asks for?"""
+def is_match(query: ListQuery, item: Timer | Reached) -> bool:
+    """Whether an item matches the query. For databases that do not filter."""
     timer, due_ms = (item, item.execute_at_ms) if isinstance(item, Timer) else (item.timer, item.timer.scheduled_at_ms)
     return (
         timer.namespace == query.namespace
@@ -55,46 +55,48 @@ def matches(query: ListQuery, item: Timer | Reached) -> bool:
     )
 
 
-def matching(query: ListQuery, row: Any, reading: Reading = PLAIN) -> Timer | Reached | Unreadable | None:
-    """The item of a row, if it matches the query. A row that cannot be decoded is compared by namespace and id only."""
+def match_row(
+    query: ListQuery, row: Any, reader: RowReader = DEFAULT_ROW_READER
+) -> Timer | Reached | Unreadable | None:
+    """Decodes a row. None if it does not match. A row that cannot be decoded is compared by namespace and id only."""
     item: Timer | Reached | Unreadable
     if query.outcomes:
-        item = readable(row, reading.reached, reading)
+        item = decode_or_unreadable(row, reader.reached, reader)
     else:
-        item = readable(row, reading.timer, reading)
+        item = decode_or_unreadable(row, reader.timer, reader)
     if isinstance(item, Unreadable):
-        is_asked_for = item.namespace == query.namespace and item.timer_id.startswith(query.id_prefix or "")
-        return item if is_asked_for else None
-    return item if matches(query, item) else None
+        is_match_by_name = item.namespace == query.namespace and item.timer_id.startswith(query.id_prefix or "")
+        return item if is_match_by_name else None
+    return item if is_match(query, item) else None
 
 
-async def merged(
-    query: ListQuery, fetch: Callable[[Sequence[Scan]], Awaitable[list[Piece]]], *, in_one_scan: bool = False
+async def merge_scans(
+    query: ListQuery, fetch: Callable[[Sequence[Scan]], Awaitable[list[ScanResult]]], *, in_order: bool = False
 ) -> Listing:
-    """`fetch` answers a piece for each scan. `in_one_scan`: there is an index that has them all in order already;
-    then its `shard_id` is the number of shards."""
-    streams = _streams(query, in_one_scan)
-    rows_left = LIST_ROWS_MAX  # the first pages are free of it: without them nothing can be merged
-    found = Collected(query)
+    """`fetch` returns a result for each scan. `in_order`: an index has the rows of all shards in one order, so there is
+    one scan, whose `shard_id` is the number of shards."""
+    streams = _streams(query, in_order)
+    rows_left = LIST_ROWS_MAX  # the first pages may exceed it: without them nothing can be merged
+    found = ListingBuilder(query)
     seen: Position | None = None
-    wanting = streams
-    while wanting:
-        for stream, piece in zip(wanting, await fetch([stream.scan() for stream in wanting]), strict=True):
-            stream.add(piece)
-            rows_left -= len(piece.items)
+    to_read = streams
+    while to_read:
+        for stream, result in zip(to_read, await fetch([stream.scan() for stream in to_read]), strict=True):
+            stream.add(result)
+            rows_left -= len(result.items)
         for position, item in _ready(streams):
             if len(found.items) == query.limit:
                 return found.listing(seen)
             seen = position
             found.add(item)
-        wanting = _wanting(streams)
-        if wanting and rows_left <= 0 and seen is not None:
+        to_read = _to_read(streams)
+        if to_read and rows_left <= 0 and seen is not None:
             return found.listing(seen)
     return found.listing(None)
 
 
-class Collected:
-    """What a list has collected so far."""
+class ListingBuilder:
+    """Collects the items of a list."""
 
     def __init__(self, query: ListQuery) -> None:
         self._are_reached = bool(query.outcomes)
@@ -114,7 +116,7 @@ class Collected:
 
 
 class _Stream:
-    """One scan: the rows that came and are not merged yet, and where to go on."""
+    """One scan: its rows that were read and not merged yet, and the position after which to continue."""
 
     def __init__(self, shard_id: int, after: Position, until_ms: int, page: int) -> None:
         self.shard_id = shard_id
@@ -132,31 +134,31 @@ class _Stream:
     def scan(self) -> Scan:
         return Scan(self.shard_id, self.after, self.until_ms, self.page)
 
-    def add(self, piece: Piece) -> None:
-        self.ended = piece.ended
-        self.items = [*self.items[self.first :], *piece.items]
+    def add(self, result: ScanResult) -> None:
+        self.ended = result.ended
+        self.items = [*self.items[self.first :], *result.items]
         self.first = 0
         self.page = min(self.page * 2, LIST_PAGE_MAX)
-        if piece.items:
-            self.after = piece.items[-1][0]
+        if result.items:
+            self.after = result.items[-1][0]
 
 
-def _streams(query: ListQuery, in_one_scan: bool) -> list[_Stream]:
+def _streams(query: ListQuery, in_order: bool) -> list[_Stream]:
     after, until_ms = query.after, LAST_MS
-    if not query.outcomes:  # then the due range bounds the scan itself
+    if not query.outcomes:  # then the due range limits the scan itself
         if query.due_from_ms is not None:
             after = max(after, Position(query.due_from_ms - 1, LARGEST, LARGEST))
         if query.due_until_ms is not None:
             until_ms = query.due_until_ms - 1
-    if in_one_scan:
+    if in_order:
         return [_Stream(query.num_shards, after, until_ms, query.limit + 1)]
-    # Matches come evenly from all shards; a page that turns out too short is followed by a longer one.
+    # Matches are spread evenly over the shards. If a page is too short, the next one is longer.
     page = 2 + query.limit * 2 // query.num_shards
     return [_Stream(shard_id, after, until_ms, page) for shard_id in range(query.num_shards)]
 
 
 def _ready(streams: Sequence[_Stream]) -> Iterator[Item]:
-    """Rows in order, as far as the order is known: until a scan that goes on has no more at hand."""
+    """Rows in order, until a scan that has not ended has no rows left."""
     if any(not stream.left and not stream.ended for stream in streams):
         return
     heap = [(stream.items[stream.first][0], n, stream) for n, stream in enumerate(streams) if stream.left]
@@ -174,6 +176,6 @@ def _ready(streams: Sequence[_Stream]) -> Iterator[Item]:
             return
 
 
-def _wanting(streams: Sequence[_Stream]) -> list[_Stream]:
-    """Those that are to be read on: the one that stopped the merge, and others about to."""
+def _to_read(streams: Sequence[_Stream]) -> list[_Stream]:
+    """The scans to read next: the one that stopped the merge, and others with few rows left."""
     return [stream for stream in streams if not stream.ended and stream.left <= stream.page // 4]

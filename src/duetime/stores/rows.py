@@ -1,8 +1,8 @@
-"""How timers are rows: the same columns, in the same order, for every database that has columns.
+"""Timers as rows: the same columns, in the same order, for every database that has columns.
 
-The first three are the row's key. A reached timer is stored under a key of its own (when it may be purged, and the
-uuid of that occurrence), so its timer's key comes after what both kinds have in common. Times are milliseconds here;
-what a database makes of them is for its adapter to say.
+The first three columns are the key of the row. A reached timer has another key than its timer (when it may be purged,
+and the uuid of that occurrence), so the key of its timer comes after the columns that both kinds have in common. Times
+are milliseconds here; an adapter converts them to the types of its database.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from duetime.store import Found, Page, Unreadable
 from duetime.telemetry import log
 
 __all__ = [
-    "ENDS_MAX",
+    "DEFAULT_ROW_READER",
     "FIRST_MS",
     "KEY_COLUMNS",
     "LARGEST",
     "LAST_MS",
-    "PLAIN",
     "REACHED_COLUMNS",
+    "REACHED_ROWS_MAX",
     "TIMER_COLUMNS",
     "TIMES",
-    "Ends",
-    "Reading",
     "Row",
+    "RowReader",
+    "StoredRows",
     "as_json",
     "bound_ms",
     "check_types",
+    "decode_or_unreadable",
     "found_by_key",
     "found_of",
     "log_unreadable_namespace",
     "namespaces_of",
     "page_of",
     "page_of_items",
-    "place_of",
+    "position_of",
     "reached_of",
     "reached_values",
-    "readable",
     "timer_of",
     "timer_values",
 ]
@@ -81,9 +81,9 @@ REACHED_COLUMNS: Final = (
 TIMES: Final = frozenset(name for name in REACHED_COLUMNS if name.endswith("_at"))
 _OWN_KEY: Final = len(TIMER_COLUMNS)
 
-LARGEST: Final = (1 << 63) - 1  # of the halves of a uuid
+LARGEST: Final = (1 << 63) - 1  # of one half of a uuid
 FIRST_MS: Final = -1
-LAST_MS: Final = LATEST_MS + 1  # no timer is stored at or after it
+LAST_MS: Final = LATEST_MS + 1  # no timer is stored at or after this time
 
 _encode = msgspec.json.Encoder().encode
 _decode_policy = msgspec.json.Decoder(RetryPolicy).decode
@@ -96,7 +96,7 @@ def as_json(value: object) -> str:
 
 
 def bound_ms(at_ms: int) -> int:
-    """A bound of a search, brought to where a timestamp can be; beyond that nothing is stored anyway."""
+    """Limits a bound of a search to the range of timestamps. No timer is stored outside of it."""
     return min(max(at_ms, FIRST_MS), LAST_MS)
 
 
@@ -145,15 +145,15 @@ _FIRST_TYPED: Final = len(KEY_COLUMNS)
 
 
 def check_types(row: Row) -> None:
-    """For databases that store any type in any column. Without this a wrong type would cause an error much later, when
-    the timer is used."""
+    """For databases that store any type in any column. Without this check, a wrong type would cause an error much
+    later, when the timer is used."""
     for index, (name, types) in enumerate(_TYPES, _FIRST_TYPED):
         if not isinstance(row[index], types):
             raise TypeError(f"{name} is of type {type(row[index]).__name__}")
 
 
 def timer_of(row: Row, own: int = 0) -> Timer:
-    """Of a row that begins with TIMER_COLUMNS. `own`: where in it the timer's own key stands."""
+    """Decodes a row that begins with TIMER_COLUMNS. `own`: index of the key of the timer in it."""
     namespace, timer_id, generation, callback_url = row[3], row[4], row[5], row[9]
     scheduled_at_ms, created_at_ms, attempts = row[6], row[7], row[8]
     if (
@@ -186,7 +186,7 @@ def timer_of(row: Row, own: int = 0) -> Timer:
 
 
 def reached_of(row: Row) -> Reached:
-    """Of a row that begins with REACHED_COLUMNS."""
+    """Decodes a row that begins with REACHED_COLUMNS."""
     if None in row[_OWN_KEY : len(REACHED_COLUMNS)]:
         raise TypeError("a column of the reached timer is NULL")
     return Reached(timer=timer_of(row, _OWN_KEY), outcome=Outcome(row[18]), reached_at_ms=row[19], purge_at_ms=row[0])
@@ -194,41 +194,41 @@ def reached_of(row: Row) -> Reached:
 
 # --- rows that cannot be decoded -----------------------------------------------------------------
 #
-# A row may be damaged by hand, by a restore or by a disk, or written by a version that should not use this database.
-# One such row must not prevent any other from being read.
+# A row may be damaged by a person, a restore or a disk, or written by a version that must not use this database. Such a
+# row must not prevent other rows from being read.
 
-ENDS_MAX: Final = 100  # reached rows of one timer that are read if the newest cannot be decoded
+REACHED_ROWS_MAX: Final = 100  # reached rows of one timer that are read if the newest cannot be decoded
 ERROR_CHARS_MAX: Final = 200
 
 
-def place_of(row: Row) -> Position:
+def position_of(row: Row) -> Position:
     return Position(row[0], row[1], row[2])
 
 
-def name_of(row: Row) -> tuple[Any, Any]:
+def key_of(row: Row) -> tuple[Any, Any]:
     """Namespace and id of a row that may be unreadable."""
     return row[3], row[4]
 
 
-class Reading(Struct, frozen=True):
-    """How the rows of a database are read."""
+class RowReader(Struct, frozen=True):
+    """How the rows of a database are decoded."""
 
     timer: Callable[[Any], Timer] = timer_of
     reached: Callable[[Any], Reached] = reached_of
-    place: Callable[[Any], Position] = place_of
-    name: Callable[[Any], tuple[Any, Any]] = name_of
+    position: Callable[[Any], Position] = position_of
+    key: Callable[[Any], tuple[Any, Any]] = key_of
 
 
-PLAIN: Final = Reading()
+DEFAULT_ROW_READER: Final = RowReader()
 
 
-def page_of(rows: Sequence[Any], after: Position | None, reading: Reading = PLAIN) -> Page:
-    """The timers of some rows. They are decoded one by one only if one of them cannot be decoded."""
-    read = reading.timer
+def page_of(rows: Sequence[Any], after: Position | None, reader: RowReader = DEFAULT_ROW_READER) -> Page:
+    """Decodes timers. Errors are handled row by row only if there is one: that is slower."""
+    read = reader.timer
     try:
         return Page([read(row) for row in rows], after)
     except Exception:
-        return page_of_items([readable(row, read, reading) for row in rows], after)
+        return page_of_items([decode_or_unreadable(row, read, reader) for row in rows], after)
 
 
 def page_of_items(items: Iterable[Timer | Unreadable], after: Position | None) -> Page:
@@ -242,41 +242,46 @@ def page_of_items(items: Iterable[Timer | Unreadable], after: Position | None) -
     return Page(timers, after, unreadable)
 
 
-def readable(row: Any, read: Callable[[Any], T], reading: Reading = PLAIN) -> T | Unreadable:
+def decode_or_unreadable(row: Any, read: Callable[[Any], T], reader: RowReader = DEFAULT_ROW_READER) -> T | Unreadable:
     try:
         return read(row)
     except Exception as error:
-        namespace, timer_id = reading.name(row)
-        return Unreadable(reading.place(row), _text(namespace), _text(timer_id), in_one_line(error))
+        namespace, timer_id = reader.key(row)
+        return Unreadable(reader.position(row), _text(namespace), _text(timer_id), in_one_line(error))
 
 
-Ends = tuple[Mapping[K, Any], Mapping[K, Sequence[Any]]]
-"""What is stored under some keys: the rows of timers, and the reached rows of earlier timers."""
+StoredRows = tuple[Mapping[K, Any], Mapping[K, Sequence[Any]]]
+"""The rows that are stored under some keys: those of timers, and the reached rows."""
 
 
 async def found_by_key(
-    keys: Sequence[K], ask: Callable[[Sequence[K], int], Awaitable[Ends[K]]], reading: Reading = PLAIN
+    keys: Sequence[K],
+    fetch: Callable[[Sequence[K], int], Awaitable[StoredRows[K]]],
+    reader: RowReader = DEFAULT_ROW_READER,
 ) -> dict[K, Found]:
-    """`keys` has no duplicates. `ask` returns that many of the newest reached rows of each key. More than one is asked
-    for only if the newest cannot be decoded."""
-    timers, ends = await ask(keys, 1)
-    found = {key: found_of(timers.get(key), ends.get(key, ()), reading) for key in keys}
-    again = [key for key, item in found.items() if item.reached is None and key in ends]
-    if again:
-        timers, ends = await ask(again, ENDS_MAX)
-        found |= {key: found_of(timers.get(key), ends.get(key, ()), reading) for key in again}
+    """`keys` has no duplicates. `fetch(keys, n)` returns the newest n reached rows of each key. More than one is
+    fetched only if the newest cannot be decoded."""
+    timers, reached_rows = await fetch(keys, 1)
+    found = {key: found_of(timers.get(key), reached_rows.get(key, ()), reader) for key in keys}
+    undecoded = [key for key, item in found.items() if item.reached is None and key in reached_rows]
+    if undecoded:
+        timers, reached_rows = await fetch(undecoded, REACHED_ROWS_MAX)
+        found |= {key: found_of(timers.get(key), reached_rows.get(key, ()), reader) for key in undecoded}
     return found
 
 
-def found_of(timer: Any | None, ends: Sequence[Any], reading: Reading = PLAIN) -> Found:
+def found_of(timer: Any | None, reached_rows: Sequence[Any], reader: RowReader = DEFAULT_ROW_READER) -> Found:
     """Decodes the row of a timer and some of its reached rows."""
     try:
-        if len(ends) <= 1:
-            return Found(None if timer is None else reading.timer(timer), reading.reached(ends[0]) if ends else None)
-    except Exception:  # noqa: S110 - then one by one
+        if len(reached_rows) <= 1:
+            return Found(
+                None if timer is None else reader.timer(timer),
+                reader.reached(reached_rows[0]) if reached_rows else None,
+            )
+    except Exception:  # noqa: S110 - then each row separately
         pass
-    item, error = (None, None) if timer is None else _item_or_error(timer, reading.timer)
-    reached = [_item_or_error(row, reading.reached)[0] for row in ends]
+    item, error = (None, None) if timer is None else _item_or_error(timer, reader.timer)
+    reached = [_item_or_error(row, reader.reached)[0] for row in reached_rows]
     newest = max((r for r in reached if r is not None), key=_age, default=None)
     return Found(item, newest, error)
 
@@ -315,7 +320,7 @@ _logged_namespaces: set[str] = set()
 
 
 def log_unreadable_namespace(name: str, error: str) -> None:
-    """Once per process: namespaces are read every few seconds."""
+    """Logs a namespace once per process, because namespaces are read every few seconds."""
     if name not in _logged_namespaces:
         _logged_namespaces.add(name)
         log.error("namespace %r cannot be decoded and is treated as if it did not exist: %s", name, error)

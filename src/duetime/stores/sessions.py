@@ -1,20 +1,22 @@
-"""Sessions with a database whose driver gives connections: one piece of work at a time on each.
+"""Sessions with a database: a session is one connection that is used for one piece of work at a time.
 
-A session connects when it is used, and again when it broke. Work that was begun is never cancelled
-(background.py): past its deadline the connection is thrown away, and a caller who gives up leaves the work to finish.
+A session connects when it is first used, and again after its connection was lost. Work that has started is never
+cancelled (background.py): if the caller is cancelled, the work goes on. After the deadline of the work the connection
+is terminated.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
-from typing import Generic, Protocol, TypeVar
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Generic, Protocol, TypeVar
 
-from duetime.errors import OutcomeUnknown, StoreError, StoreUnavailable
+from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreUnavailable
 from duetime.stores.background import CLOSE_SECONDS, BackgroundTasks
 
-__all__ = ["CONNECT_SECONDS", "Again", "Driver", "Session", "Sessions"]
+__all__ = ["CONNECT_SECONDS", "Driver", "RetryAtOnce", "Session", "Sessions", "enable_keepalive", "setup_session"]
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -23,29 +25,29 @@ CONNECT_SECONDS = 3.0
 TRIES = 3
 
 
-class Again(StoreUnavailable):
-    """Not applied, for no fault of its own (a deadlock, say), and worth another try at once."""
+class RetryAtOnce(StoreUnavailable):
+    """Not applied, because of a conflict such as a deadlock. It is likely to succeed if it is repeated at once."""
 
 
 class Driver(Protocol[C]):
-    """What a session has to know of a database's driver."""
+    """What a session needs of the driver of a database."""
 
     @property
     def name(self) -> str: ...
     async def connect(self, within_seconds: float) -> C: ...
     def is_closed(self, connection: C) -> bool: ...
     def terminate(self, connection: C) -> None:
-        """At once and without a word, also of a connection that is closed already."""
+        """Closes the connection at once, without a message to the server. It may be closed already."""
         ...
 
     async def close(self, connection: C) -> None: ...
     async def rollback(self, connection: C) -> None: ...
-    def refusal(self, error: Exception) -> str:
-        """Why there is no connection, in plain words."""
+    def setup_error(self, error: Exception) -> SetupError | StoreUnavailable:
+        """The error to raise for an error of a connect, a migration or a check."""
         ...
 
     def failure(self, error: Exception, *, writing: bool) -> tuple[StoreError, bool]:
-        """What an error of begun work means, and whether the connection is as good as before."""
+        """The StoreError for an error of work that has started, and whether the connection can still be used."""
         ...
 
 
@@ -53,53 +55,51 @@ Work = Callable[[C], Awaitable[T]]
 
 
 class Session(Generic[C]):
-    """One connection and the work that waits for it, in its order."""
+    """One connection, and the work that waits for it, in order of arrival."""
 
     def __init__(self, driver: Driver[C], deadline_seconds: float, connect_seconds: float = CONNECT_SECONDS) -> None:
         self._driver = driver
         self._deadline_seconds = deadline_seconds
         self._connect_seconds = connect_seconds
         self._connection: C | None = None
-        self._turn = asyncio.Lock()
-        self._begun = BackgroundTasks()
+        self._lock = asyncio.Lock()
+        self._tasks = BackgroundTasks()
         self._refused_at = -1.0
         self._refusal: StoreUnavailable | None = None
         self._expired = False
-        self._closed = False  # starts no new work
-        self._ended = False  # and `close` has stopped waiting
+        self._closed = False  # no new work is started
+        self._ended = False  # `close` has stopped waiting for work
 
     @property
     def busy(self) -> int:
-        """How many pieces of work are under way or waiting."""
-        return len(self._begun)
+        """How many pieces of work are running or waiting."""
+        return len(self._tasks)
 
     async def read(self, work: Work[C, T], commit: Work[C, None] | None = None) -> T:
-        return await self._begun.outliving(self._run(work, commit, writing=False))
+        return await self._tasks.run_to_end(self._run(work, commit, writing=False))
 
     async def write(self, work: Work[C, T], commit: Work[C, None] | None = None) -> T:
-        """Without `commit`, the work is one statement and commits itself. With it, nothing is applied before that."""
-        return await self._begun.outliving(self._run(work, commit, writing=True))
+        """Without `commit`, `work` is one statement and commits itself. With it, nothing is applied before `commit`."""
+        return await self._tasks.run_to_end(self._run(work, commit, writing=True))
 
     async def close(self) -> None:
-        """After what is under way, unless that takes too long."""
+        """Waits for running work, but not longer than CLOSE_SECONDS."""
         self._closed = True
-        await self._begun.close()
+        await self._tasks.close()
         self._ended = True
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._driver.close(connection), CLOSE_SECONDS)
-            self._driver.terminate(connection)
+            await _close(self._driver, connection)
 
     def drop_connection(self) -> None:
-        """Whatever is under way there is unknown; the next work connects anew."""
+        """Terminates the connection. The outcome of running work is unknown; the next work connects again."""
         if self._connection is not None:
             self._drop(self._connection)
 
     async def _run(self, work: Work[C, T], commit: Work[C, None] | None, *, writing: bool) -> T:
         loop = asyncio.get_running_loop()
         arrived_at = loop.time()
-        async with self._turn:
+        async with self._lock:
             connection = await self._connected(arrived_at)
             expiry = loop.call_later(self._deadline_seconds, self._expire)
             try:
@@ -112,7 +112,7 @@ class Session(Generic[C]):
                     raise
                 await self._step(connection, commit, writing=writing)
                 return answer
-            except asyncio.CancelledError:  # the event loop is being torn down
+            except asyncio.CancelledError:  # the event loop is being closed
                 self._drop(connection)
                 raise
             finally:
@@ -128,7 +128,7 @@ class Session(Generic[C]):
             raise self._failed(connection, error, writing) from error
 
     async def _roll_back(self, connection: C) -> None:
-        """One that cannot even do this is of no use any more."""
+        """Drops the connection if the rollback fails."""
         if self._connection is not connection:
             return
         try:
@@ -143,14 +143,14 @@ class Session(Generic[C]):
         if connection is not None and not self._driver.is_closed(connection):
             return connection
         if self._refusal is not None and self._refused_at >= arrived_at:
-            raise StoreUnavailable(self._refusal.detail)  # somebody tried while this one was waiting
+            raise StoreUnavailable(self._refusal.detail)  # a connect failed while this work was waiting
         try:
             connection = await self._driver.connect(self._connect_seconds)
         except Exception as error:
-            self._refusal = StoreUnavailable(self._driver.refusal(error))
+            self._refusal = StoreUnavailable(self._driver.setup_error(error).detail)
             self._refused_at = asyncio.get_running_loop().time()
             raise self._refusal from error
-        if self._ended:  # the login took longer than `close` waits: without this the connection would stay open
+        if self._ended:  # the login took longer than `close` waits; the connection would stay open
             self._driver.terminate(connection)
             raise StoreUnavailable("the store is closed")
         self._refusal = None
@@ -163,8 +163,8 @@ class Session(Generic[C]):
             self._driver.terminate(self._connection)
 
     def _failed(self, connection: C, error: Exception, writing: bool) -> StoreError:
-        failure, lives = self._driver.failure(error, writing=writing)
-        if self._expired or not lives or self._driver.is_closed(connection):
+        failure, survives = self._driver.failure(error, writing=writing)
+        if self._expired or not survives or self._driver.is_closed(connection):
             self._drop(connection)
         if self._expired:
             detail = f"{self._driver.name}: no answer within {self._deadline_seconds:g} s"
@@ -178,7 +178,7 @@ class Session(Generic[C]):
 
 
 class Sessions(Generic[C]):
-    """A few sessions for the same kind of work: the idlest one takes it, and another one may try again."""
+    """Several sessions for one kind of work. The session with the least work takes the next. RetryAtOnce is retried."""
 
     def __init__(
         self, driver: Driver[C], count: int, deadline_seconds: float, connect_seconds: float = CONNECT_SECONDS
@@ -186,10 +186,10 @@ class Sessions(Generic[C]):
         self._sessions = [Session(driver, deadline_seconds, connect_seconds) for _ in range(count)]
 
     async def read(self, work: Work[C, T], commit: Work[C, None] | None = None) -> T:
-        return await self._tried(lambda session: session.read(work, commit))
+        return await self._with_retries(lambda session: session.read(work, commit))
 
     async def write(self, work: Work[C, T], commit: Work[C, None] | None = None) -> T:
-        return await self._tried(lambda session: session.write(work, commit))
+        return await self._with_retries(lambda session: session.write(work, commit))
 
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in self._sessions))
@@ -198,13 +198,48 @@ class Sessions(Generic[C]):
         for session in self._sessions:
             session.drop_connection()
 
-    async def _tried(self, run: Callable[[Session[C]], Awaitable[T]]) -> T:
-        for turn in range(1, TRIES):
+    async def _with_retries(self, run: Callable[[Session[C]], Awaitable[T]]) -> T:
+        for attempt in range(1, TRIES):
             try:
-                return await run(self._idlest())
-            except Again:
-                await asyncio.sleep(0.02 * turn)
-        return await run(self._idlest())
+                return await run(self._least_busy())
+            except RetryAtOnce:
+                await asyncio.sleep(0.02 * attempt)
+        return await run(self._least_busy())
 
-    def _idlest(self) -> Session[C]:
+    def _least_busy(self) -> Session[C]:
         return min(self._sessions, key=lambda session: session.busy)
+
+
+@contextlib.asynccontextmanager
+async def setup_session(driver: Driver[C], connecting: Awaitable[C] | None = None) -> AsyncIterator[C]:
+    """A connection for migrations and checks. Errors of the driver are raised as `driver.setup_error` returns them.
+    `connecting`: for a connection with other settings than those of `driver.connect`."""
+    connection: C | None = None
+    try:
+        connection = await (connecting or driver.connect(CONNECT_SECONDS))
+        yield connection
+    except (StoreError, SetupError):
+        raise
+    except Exception as error:
+        raise driver.setup_error(error) from error
+    finally:
+        if connection is not None:
+            await _close(driver, connection)
+
+
+async def _close(driver: Driver[C], connection: C) -> None:
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(driver.close(connection), CLOSE_SECONDS)
+    driver.terminate(connection)
+
+
+def enable_keepalive(connection: Any) -> None:
+    """Sets a TCP socket to detect within seconds that the other side is gone. None and Unix sockets are ignored."""
+    if connection is None or connection.family == getattr(socket, "AF_UNIX", None):
+        return
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -15,7 +15,7 @@ from duetime.cli.doctor import _check_open_store
 from duetime.client import ClusterStatus, HeldFor, Member, ShardCounts
 from duetime.config import load_config
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
-from duetime.store import Claim
+from duetime.store import Claim, Danger, Diagnosis
 from duetime.store import Member as MemberRow
 from duetime.stores.memory import MemoryStore
 from duetime.testing.virtual import VirtualClock, run_virtual
@@ -278,8 +278,8 @@ def test_a_server_that_uses_another_store_is_reported() -> None:
 
 
 class DiagnosingStore(MemoryStore):
-    async def diagnose(self) -> list[str]:
-        return ["PostgreSQL 18.1", "danger: fsync is off: a crash may destroy everything"]
+    async def diagnose(self) -> Diagnosis:
+        return Diagnosis(["PostgreSQL 18.1"], [Danger("fsync is off", "a crash may destroy everything")])
 
 
 def test_the_diagnosis_of_a_store_becomes_findings() -> None:

@@ -502,7 +502,7 @@ def test_a_cursor_that_no_list_has_answered_is_refused(text: str) -> None:
 
 def test_a_store_url_names_its_adapter_and_one_without_an_adapter_is_refused() -> None:
     assert isinstance(open_store("memory://"), MemoryStore)
-    with pytest.raises(SetupError, match="no adapter for 'nosuch'; known are cassandra, ") as caught:
+    with pytest.raises(SetupError, match="no adapter for 'nosuch'; allowed: cassandra, ") as caught:
         open_store("nosuch://x")
     assert caught.value.field == "store.url"
     with pytest.raises(SetupError, match="no adapter for 'plain'"):

@@ -1,4 +1,4 @@
-"""What databases share that write each shard by itself."""
+"""Rounds of shards, results of commits, and errors of writes of which a part was applied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import pytest
 from duetime.domain.timer import Timer, uuid_of
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.store import Batch, Committed, Fence
-from duetime.stores.fencing import NOTHING_REPLACED, as_a_whole, committed, each_by_itself, in_steps, lost, turns
+from duetime.stores.fencing import (
+    NOTHING_REPLACED,
+    all_or_error,
+    committed,
+    each_shard_separately,
+    in_steps,
+    lost,
+    shard_rounds,
+)
 
 LOST, AWAY, UNKNOWN = ShardLost("lost"), StoreUnavailable("away"), OutcomeUnknown("who knows")
 
@@ -38,13 +46,11 @@ def put(timer_id: str) -> Timer:
         ([2, 1, 2, 2, 1], [[1, 0], [4, 2], [3]]),
     ],
 )
-def test_a_turn_names_no_shard_twice_and_goes_in_the_order_of_shards(
-    shard_ids: list[int], expected: list[list[int]]
-) -> None:
-    assert turns(shard_ids) == expected
+def test_a_round_has_no_shard_twice_and_is_ordered_by_shard(shard_ids: list[int], expected: list[list[int]]) -> None:
+    assert shard_rounds(shard_ids) == expected
 
 
-def test_what_was_replaced_is_told_for_each_batch_by_the_place_in_its_own_puts() -> None:
+def test_replaced_puts_are_reported_for_each_batch_by_their_index() -> None:
     batches = [
         Batch(Fence(1, 1, 1), [put("a"), put("b")]),
         Batch(Fence(2, 1, 1), []),
@@ -58,11 +64,11 @@ def test_what_was_replaced_is_told_for_each_batch_by_the_place_in_its_own_puts()
     ]
 
 
-def test_a_lost_shard_is_named_with_the_version_that_was_held() -> None:
-    assert lost(Fence(7, 3, 99)).detail == "shard 7 is no longer held at version 3"
+def test_a_lost_shard_is_reported_with_the_version_of_the_fence() -> None:
+    assert lost(Fence(7, 3, 99)).detail == "shard 7 is no longer owned at version 3"
 
 
-async def test_a_step_that_fails_after_another_was_applied_is_not_told_as_not_applied() -> None:
+async def test_a_step_that_fails_after_another_was_applied_has_an_unknown_outcome() -> None:
     answers: list[str | StoreError] = []
 
     async def run(answer: str | StoreError) -> str:
@@ -79,11 +85,11 @@ async def test_a_step_that_fails_after_another_was_applied_is_not_told_as_not_ap
         await step(AWAY)
     with pytest.raises(ShardLost):
         await step(LOST)
-    with pytest.raises(StoreUnavailable):  # another call has steps of its own
+    with pytest.raises(StoreUnavailable):  # another call counts its own steps
         await in_steps(run)(AWAY)
 
 
-async def test_the_error_of_one_is_its_answer_and_stops_what_comes_after_it_in_its_shard() -> None:
+async def test_the_error_of_a_request_is_its_result_and_fails_later_requests_of_its_shard() -> None:
     done: list[str] = []
 
     async def act(wish: str) -> str:
@@ -92,12 +98,12 @@ async def test_the_error_of_one_is_its_answer_and_stops_what_comes_after_it_in_i
             raise AWAY
         return wish.upper()
 
-    answers = await each_by_itself(["a1", "b1", "a2", "b2", "c1"], [1, 2, 1, 2, 3], act)
+    answers = await each_shard_separately(["a1", "b1", "a2", "b2", "c1"], [1, 2, 1, 2, 3], act)
     assert answers == ["A1", AWAY, "A2", AWAY, "C1"]
     assert done == ["a1", "b1", "c1", "a2"]
 
 
-async def test_an_error_that_nobody_foresaw_is_raised_when_all_have_ended() -> None:
+async def test_an_unexpected_error_is_raised_when_all_requests_have_ended() -> None:
     done: list[int] = []
 
     async def act(wish: int) -> int:
@@ -108,7 +114,7 @@ async def test_an_error_that_nobody_foresaw_is_raised_when_all_have_ended() -> N
         return wish
 
     with pytest.raises(ZeroDivisionError):
-        await each_by_itself([0, 1, 2], [0, 1, 2], act)
+        await each_shard_separately([0, 1, 2], [0, 1, 2], act)
     assert done == [1, 2]
 
 
@@ -126,11 +132,11 @@ async def test_an_error_that_nobody_foresaw_is_raised_when_all_have_ended() -> N
         ([LOST, UNKNOWN], OutcomeUnknown),
     ],
 )
-def test_a_call_as_a_whole_is_certain_only_if_each_part_is(
+def test_a_call_is_certainly_not_applied_only_if_no_part_was_applied(
     answers: list[int | StoreError | None], outcome: list[object] | type[StoreError]
 ) -> None:
     if isinstance(outcome, list):
-        assert as_a_whole(answers) == outcome
+        assert all_or_error(answers) == outcome
     else:
         with pytest.raises(outcome):
-            as_a_whole(answers)
+            all_or_error(answers)

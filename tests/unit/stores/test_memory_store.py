@@ -1,4 +1,4 @@
-"""MemoryStore beyond the conformance suite: shards it does not have, ends of pages, and failovers."""
+"""MemoryStore, in addition to the conformance suite: missing shards, ends of pages, and failovers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def owned(store: MemoryStore) -> Fence:
     return row.fence
 
 
-def test_a_url_gives_a_store_of_its_own_which_says_what_it_is() -> None:
+def test_each_url_opens_a_separate_store_with_its_capabilities() -> None:
     store = open_store("memory://")
     assert isinstance(store, MemoryStore)
     assert open_store("memory://") is not store
@@ -33,7 +33,7 @@ def test_a_url_gives_a_store_of_its_own_which_says_what_it_is() -> None:
     assert capabilities.payload_bytes_max == 16_777_216
 
 
-async def test_a_shard_that_was_never_made_is_free_empty_and_cannot_be_had(store: MemoryStore) -> None:
+async def test_a_missing_shard_is_free_and_empty_and_cannot_be_claimed(store: MemoryStore) -> None:
     assert await store.claim([Claim(5, 0, 7, "me", "here:1", 1)]) == [ShardRow(5)]
     assert await store.load([PageRequest(5, BEFORE_ALL, 1 << 60, 10)]) == [Page((), None)]
     assert await store.get_many([(5, TimerKey("test", "a"))]) == [Found()]
@@ -45,7 +45,7 @@ async def test_a_shard_that_was_never_made_is_free_empty_and_cannot_be_had(store
     assert listing.timers == [make_timer("a")], "of the shards there are"
 
 
-async def test_a_page_of_just_the_limit_with_nothing_behind_it_is_the_end(store: MemoryStore) -> None:
+async def test_a_page_of_exactly_the_limit_with_no_more_rows_is_the_end(store: MemoryStore) -> None:
     fence = await owned(store)
     timers = [make_timer(f"t{n}", 1_000 + n) for n in range(3)]
     await store.commit([Batch(fence, timers, (), [make_reached(timer) for timer in timers])])

@@ -1,4 +1,4 @@
-"""Lists over shards are merged in order, look at a bounded number of rows, and end only where every shard has ended."""
+"""Lists over shards are merged in order, read a limited number of rows, and end only when every scan has ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from duetime.domain.timer import BEFORE_ALL, Extras, Outcome, Position, Reached, Timer, shard_of, uuid_of
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Item, Piece, Scan, matches, merged
+from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Item, Scan, ScanResult, is_match, merge_scans
 from duetime.stores.rows import LARGEST, LAST_MS
 
 SHARDS = 4
@@ -41,8 +41,8 @@ def reached(number: int, outcome: Outcome = Outcome.DELIVERED, **fields: Any) ->
 
 
 class Database:
-    """Rows by shard. Answers at most `most` rows at a time, and says that a scan ended only when asked behind the end
-    if `late` is set: both are allowed."""
+    """Rows by shard. Returns at most `most` rows at a time. With `late`, the end of a scan is reported only by a scan
+    after the last row. Both are allowed."""
 
     def __init__(
         self, rows: Sequence[Timer | Reached], *, shards: int = SHARDS, most: int = 10_000, late: bool = False
@@ -60,19 +60,19 @@ class Database:
         self.query = replace(self.query, **fields)
         self.calls.clear()
         self.rows_read = 0
-        return await merged(self.query, self.fetch)
+        return await merge_scans(self.query, self.fetch)
 
-    async def fetch(self, scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(self, scans: Sequence[Scan]) -> list[ScanResult]:
         self.calls.append(list(scans))
         return [self._piece(scan, self.shards[scan.shard_id]) for scan in scans]
 
-    def _piece(self, scan: Scan, rows: list[Timer | Reached]) -> Piece:
+    def _piece(self, scan: Scan, rows: list[Timer | Reached]) -> ScanResult:
         start = bisect_right(rows, scan.after, key=lambda row: row.position)
         end = bisect_right(rows, scan.until_ms, key=lambda row: row.position.execute_at_ms)
         page = rows[start : min(end, start + scan.count, start + self.most)]
         self.rows_read += len(page)
-        items: list[Item] = [(row.position, row if matches(self.query, row) else None) for row in page]
-        return Piece(items, not page if self.late else start + len(page) >= end)
+        items: list[Item] = [(row.position, row if is_match(self.query, row) else None) for row in page]
+        return ScanResult(items, not page if self.late else start + len(page) >= end)
 
     async def walk(self, **fields: Any) -> list[Any]:
         """All pages, one after the other."""
@@ -97,7 +97,7 @@ async def test_all_pages_together_are_everything_in_order(limit: int, most: int,
     assert await database.walk(limit=limit) == sorted(timers, key=lambda row: row.position)
 
 
-async def test_a_page_of_just_the_limit_with_nothing_behind_it_is_the_last_one() -> None:
+async def test_a_page_of_exactly_the_limit_with_no_more_rows_is_the_last_one() -> None:
     database = Database([timer(n) for n in range(10)])
     whole = await database.page(limit=10)
     assert len(whole.timers) == 10
@@ -107,14 +107,14 @@ async def test_a_page_of_just_the_limit_with_nothing_behind_it_is_the_last_one()
     assert shorter.next == timer(8).position
 
 
-async def test_where_nothing_is_stored_the_answer_is_empty_and_the_end() -> None:
+async def test_without_stored_rows_the_result_is_empty_and_has_no_next() -> None:
     database = Database([])
     listing = await database.page(limit=5)
     assert (listing.timers, listing.reached, listing.next) == ([], (), None)
     assert len(database.calls) == 1
 
 
-async def test_reached_timers_are_told_apart_by_their_ending_and_bounded_by_the_time_asked_for() -> None:
+async def test_reached_timers_are_filtered_by_outcome_and_scheduled_time() -> None:
     rows = [reached(n, Outcome.FAILED if n % 2 else Outcome.DELIVERED) for n in range(20)]
     database = Database(rows)
     assert await database.walk(limit=3, outcomes=frozenset({Outcome.FAILED})) == rows[1::2]
@@ -126,7 +126,7 @@ async def test_reached_timers_are_told_apart_by_their_ending_and_bounded_by_the_
     assert (listing.reached, listing.timers) == (rows[5:8], ())
 
 
-async def test_the_due_range_of_scheduled_timers_bounds_what_is_read() -> None:
+async def test_the_due_range_of_scheduled_timers_limits_the_rows_that_are_read() -> None:
     timers = [timer(n) for n in range(100)]
     database = Database(timers)
     listing = await database.page(limit=100, due_from_ms=1_040, due_until_ms=1_050)
@@ -152,7 +152,7 @@ async def test_the_due_range_of_scheduled_timers_bounds_what_is_read() -> None:
         ({}, [1, 2, 3, 4]),
     ],
 )
-async def test_each_filter_keeps_what_it_names(fields: dict[str, Any], expected: list[int]) -> None:
+async def test_each_filter_keeps_what_matches_it(fields: dict[str, Any], expected: list[int]) -> None:
     timers = [
         timer(0, namespace="theirs"),
         timer(1, timer_id="order-1"),
@@ -162,12 +162,12 @@ async def test_each_filter_keeps_what_it_names(fields: dict[str, Any], expected:
     ]
     rows = [Reached(timer=each, outcome=Outcome.FAILED, reached_at_ms=5, purge_at_ms=9_000) for each in timers]
     query = ListQuery(num_shards=SHARDS, outcomes=frozenset({Outcome.FAILED}), **{"namespace": "ours", **fields})
-    assert [number for number, each in enumerate(timers) if matches(query, each)] == expected
-    assert [number for number, row in enumerate(rows) if matches(query, row)] == expected
-    assert not any(matches(replace(query, outcomes=frozenset({Outcome.SKIPPED})), row) for row in rows)
+    assert [number for number, each in enumerate(timers) if is_match(query, each)] == expected
+    assert [number for number, row in enumerate(rows) if is_match(query, row)] == expected
+    assert not any(is_match(replace(query, outcomes=frozenset({Outcome.SKIPPED})), row) for row in rows)
 
 
-async def test_one_call_looks_at_a_bounded_number_of_rows_and_says_where_to_go_on() -> None:
+async def test_one_call_reads_a_limited_number_of_rows_and_returns_where_to_continue() -> None:
     others = [timer(n, namespace="theirs") for n in range(LIST_ROWS_MAX * 2)]
     ours = timer(LIST_ROWS_MAX * 2)
     database = Database([*others, ours], shards=2)
@@ -178,28 +178,28 @@ async def test_one_call_looks_at_a_bounded_number_of_rows_and_says_where_to_go_o
     assert await database.walk(limit=10) == [ours]
 
 
-async def test_a_call_goes_on_until_something_is_in_order_however_many_rows_that_takes() -> None:
-    """The first pages of many shards alone are more than the bound: the call must still get somewhere."""
+async def test_a_call_reads_until_something_is_merged_however_many_rows_that_takes() -> None:
+    """The first pages of many shards alone are more than the limit: the call must still merge some rows."""
     shards = LIST_ROWS_MAX // 2 + 1
     read: list[int] = []
 
-    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
         read.append(len(scans))
         pieces = []
         for scan in scans:
             start = max(scan.after.execute_at_ms + 1, 0)
             items: list[Item] = [(Position(at, scan.shard_id, 0), None) for at in range(start, min(start + 2, 4))]
-            pieces.append(Piece(items, start + 2 >= 4))
+            pieces.append(ScanResult(items, start + 2 >= 4))
         return pieces
 
-    listing = await merged(ListQuery(namespace="ours", num_shards=shards, limit=10), fetch)
+    listing = await merge_scans(ListQuery(namespace="ours", num_shards=shards, limit=10), fetch)
     assert read[0] == shards
     assert listing.next is not None
     assert listing.next >= Position(1, 0, 0)
 
 
 class Script:
-    """Answers each scan of a shard with the next of the pieces written for it: (how many rows, whether it ended)."""
+    """Returns for each scan of a shard the next of its prepared results: (how many rows, whether it ended)."""
 
     def __init__(self, **pieces: list[tuple[int, bool]]) -> None:
         self.pieces = [list(each) for each in pieces.values()]
@@ -207,18 +207,18 @@ class Script:
         self.calls = 0
 
     async def page(self, limit: int = 10) -> Listing:
-        return await merged(ListQuery(namespace="ours", num_shards=len(self.pieces), limit=limit), self.fetch)
+        return await merge_scans(ListQuery(namespace="ours", num_shards=len(self.pieces), limit=limit), self.fetch)
 
-    async def fetch(self, scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(self, scans: Sequence[Scan]) -> list[ScanResult]:
         self.calls += 1
         return [self._piece(scan, *self.pieces[scan.shard_id].pop(0)) for scan in scans]
 
-    def _piece(self, scan: Scan, count: int, ended: bool) -> Piece:
+    def _piece(self, scan: Scan, count: int, ended: bool) -> ScanResult:
         first = max(scan.after.execute_at_ms, 0) + 1
-        return Piece([(Position(at, scan.shard_id, 0), None) for at in range(first, first + count)], ended)
+        return ScanResult([(Position(at, scan.shard_id, 0), None) for at in range(first, first + count)], ended)
 
 
-async def test_a_piece_that_is_empty_but_not_the_end_is_read_on_and_nothing_overtakes_it() -> None:
+async def test_an_empty_scan_result_that_is_not_the_end_is_continued_before_later_rows() -> None:
     script = Script(zero=[(3, True)], one=[(0, False), (2, True)])
     listing = await script.page()
     assert (listing.next, script.calls) == (None, 2)
@@ -226,20 +226,20 @@ async def test_a_piece_that_is_empty_but_not_the_end_is_read_on_and_nothing_over
     assert (await order.page()).next is None
 
 
-async def test_a_call_that_has_merged_nothing_yet_goes_on_whatever_it_has_read() -> None:
+async def test_a_call_that_has_merged_nothing_continues_whatever_it_has_read() -> None:
     script = Script(zero=[(LIST_ROWS_MAX, False)], one=[(0, False), (1, False)])
     listing = await script.page()
     assert script.calls == 2
     assert listing.next == Position(1, 1, 0)
 
 
-async def test_where_all_shards_have_ended_nothing_is_behind_however_many_rows_were_read() -> None:
+async def test_when_all_scans_have_ended_there_is_no_next_however_many_rows_were_read() -> None:
     script = Script(zero=[(LIST_ROWS_MAX + 5, True)])
     assert (await script.page()).next is None
 
 
 @pytest.mark.parametrize(("read", "calls"), [(LIST_ROWS_MAX - 1, 2), (LIST_ROWS_MAX, 1)])
-async def test_the_bound_is_on_the_rows_that_were_read(read: int, calls: int) -> None:
+async def test_the_limit_counts_the_rows_that_were_read(read: int, calls: int) -> None:
     script = Script(zero=[(read, False), (0, True)])
     listing = await script.page()
     assert script.calls == calls
@@ -257,7 +257,7 @@ async def test_pages_start_small_for_many_shards_and_grow_to_their_largest() -> 
     assert {scan.count for scan in database.calls[0]} == {LIST_PAGE_MAX}
 
 
-async def test_shards_about_to_run_out_are_read_together_and_those_that_ended_never_again() -> None:
+async def test_scans_with_few_rows_left_are_read_together_and_ended_scans_never_again() -> None:
     database = Database([timer(n) for n in range(400)])
     await database.page(limit=400)
     scans = [scan for call in database.calls for scan in call]
@@ -273,11 +273,11 @@ async def test_with_an_index_over_all_shards_one_scan_is_enough() -> None:
     database = Database(timers, shards=1)
     scans: list[Scan] = []
 
-    async def fetch(wanted: Sequence[Scan]) -> list[Piece]:
+    async def fetch(wanted: Sequence[Scan]) -> list[ScanResult]:
         scans.extend(wanted)
         return await database.fetch([replace(scan, shard_id=0) for scan in wanted])
 
-    listing = await merged(ListQuery(namespace="ours", num_shards=SHARDS, limit=10), fetch, in_one_scan=True)
+    listing = await merge_scans(ListQuery(namespace="ours", num_shards=SHARDS, limit=10), fetch, in_order=True)
     assert listing.timers == timers[:10]
     assert listing.next == timers[9].position
     assert [(scan.shard_id, scan.count) for scan in scans] == [(SHARDS, 11)]

@@ -1,4 +1,4 @@
-"""What the errors of MySQL, MariaDB and TiDB mean: nothing was applied, or nobody knows."""
+"""What the errors of MySQL, MariaDB and TiDB mean: not applied, or unknown."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ from asyncmy.constants import ER
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
 from duetime.store import Fence
-from duetime.stores.mysql import connection as mysql_connection
+from duetime.stores.mysql import errors as mysql_errors
 from duetime.stores.mysql import statements as mysql_statements
-from duetime.stores.mysql.connection import (
-    MAY_HAVE_COMMITTED,
-    RolledBack,
-    _Driver,
-    address_of,
-    conclude,
-    may_have_committed,
-    setup_error,
-    store_error,
-)
-from duetime.stores.sessions import Again
+from duetime.stores.mysql.connection import AsyncmyDriver, address_of, execute_and_commit
+from duetime.stores.mysql.errors import MAY_HAVE_COMMITTED, RolledBack, may_have_committed, setup_error, store_error
+from duetime.stores.sessions import RetryAtOnce
 
 ADDRESS = address_of("mysql://me:secret@db.example/timers")
 
@@ -44,15 +36,15 @@ def test_every_error_the_driver_knows_is_listed() -> None:
     assert known <= MAY_HAVE_COMMITTED.keys()
 
 
-def test_whatever_is_said_about_an_error_is_about_one_that_is_listed() -> None:
+def test_every_table_of_errors_has_only_listed_errors() -> None:
     said = {
-        *mysql_connection._TRY_AGAIN,
-        *mysql_connection._OVERLOADED,
-        *mysql_connection._MOVED,
-        *mysql_connection._MESSAGES,
+        *mysql_errors._RETRY_AT_ONCE,
+        *mysql_errors._OVERLOADED,
+        *mysql_errors._RECONNECT,
+        *mysql_errors._MESSAGES,
     }
-    assert said | mysql_connection._EXPLANATIONS.keys() <= MAY_HAVE_COMMITTED.keys()
-    assert not any(MAY_HAVE_COMMITTED[number] for number in mysql_connection._TRY_AGAIN), (
+    assert said | mysql_errors._EXPLANATIONS.keys() <= MAY_HAVE_COMMITTED.keys()
+    assert not any(MAY_HAVE_COMMITTED[number] for number in mysql_errors._RETRY_AT_ONCE), (
         "else it must not be tried again"
     )
 
@@ -89,35 +81,35 @@ def test_these_may_come_after_the_commit(number: int) -> None:
         9007,
     ],
 )
-def test_what_was_answered_with_these_was_rolled_back(number: int) -> None:
+def test_after_these_errors_the_statement_was_rolled_back(number: int) -> None:
     assert isinstance(store_error(_raised(number), writing=True), StoreUnavailable)
 
 
 @pytest.mark.parametrize("number", [1205, 1213, 8002, 8028, 9007])
-def test_conflicts_are_worth_another_try(number: int) -> None:
-    assert isinstance(store_error(_raised(number), writing=True), Again)
+def test_conflicts_are_retried_at_once(number: int) -> None:
+    assert isinstance(store_error(_raised(number), writing=True), RetryAtOnce)
 
 
 @pytest.mark.parametrize("number", [1040, 1203, 1226, 8252])
-def test_a_server_with_too_much_to_do_is_left_in_peace(number: int) -> None:
+def test_an_overloaded_server_is_throttled(number: int) -> None:
     assert isinstance(store_error(_raised(number), writing=True), StoreThrottled)
     assert isinstance(store_error(_raised(9003), writing=False), StoreThrottled)
 
 
-def test_a_read_is_never_in_doubt() -> None:
+def test_a_read_is_never_unknown() -> None:
     for number in MAY_HAVE_COMMITTED:
         assert isinstance(store_error(_raised(number), writing=False), StoreUnavailable)
     assert isinstance(store_error(OSError("x"), writing=False), StoreUnavailable)
 
 
-def test_what_nobody_listed_is_unknown_on_a_write() -> None:
+def test_an_unlisted_error_is_unknown_on_a_write() -> None:
     odd = (_raised(7_777), _raised(3_999), asyncmy.InternalError("Packet sequence number wrong"), asyncmy.MySQLError())
     for error in (*odd, RuntimeError("x"), OSError("x"), TimeoutError("x"), UnicodeError("x")):
         assert isinstance(store_error(error, writing=True), OutcomeUnknown)
 
 
 def test_a_connection_whose_commit_failed_is_not_used_again() -> None:
-    driver = _Driver(ADDRESS)
+    driver = AsyncmyDriver(ADDRESS)
     for number in (1062, 1205, 1213, 1317, 2013):
         assert driver.failure(_raised(number), writing=True)[1] is False
     assert [driver.failure(_raised(number), writing=False)[1] for number in (1213, 1146, 1290, 2006, 2013, 1053)] == [
@@ -129,7 +121,7 @@ def test_a_connection_whose_commit_failed_is_not_used_again() -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (_raised(1045), "refuses the user or the password"),
+        (_raised(1045), "rejects the user or the password"),
         (_raised(1044), "GRANT ALL"),
         (_raised(1049), "CREATE DATABASE"),
         (_raised(1142), "GRANT SELECT, INSERT, UPDATE, DELETE"),
@@ -139,32 +131,32 @@ def test_a_connection_whose_commit_failed_is_not_used_again() -> None:
         (RuntimeError("'cryptography' package is required"), "cryptography"),
     ],
 )
-def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
-    said = setup_error(ADDRESS, error)
+def test_an_error_at_the_start_is_explained(error: Exception, says: str) -> None:
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert says in said.detail
     assert said.field == "store.url"
     assert "secret" not in said.detail
 
 
-def test_a_certificate_that_is_not_trusted_is_not_a_server_that_is_away() -> None:
+def test_an_untrusted_certificate_is_a_setup_error() -> None:
     error = _raised(2003)
     error.__cause__ = ssl.SSLCertVerificationError("self-signed")
-    said = setup_error(ADDRESS, error)
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert "TLS" in said.detail
 
 
 @pytest.mark.parametrize("error", [_raised(2003), TimeoutError(), _raised(1040), _raised(2013)])
-def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
-    assert isinstance(setup_error(ADDRESS, error), StoreUnavailable)
+def test_an_unreachable_server_is_unavailable_and_not_a_setup_error(error: Exception) -> None:
+    assert isinstance(setup_error(ADDRESS.label, error), StoreUnavailable)
 
 
 # --- transactions --------------------------------------------------------------------------------
 
 
 class _Refusing:
-    """A connection to a server that answers so many statements of a message, and the next one with an error."""
+    """A connection to a server that executes this many statements of a message and fails the next one."""
 
     def __init__(self, answers: int, error: Exception) -> None:
         self.answers, self.error = answers, error
@@ -184,22 +176,22 @@ class _Refusing:
 
 
 @pytest.mark.parametrize(("answers", "kind"), [(0, RolledBack), (1, RolledBack), (2, asyncmy.OperationalError)])
-async def test_an_error_before_the_commit_in_the_same_message_is_no_doubt(answers: int, kind: type[Exception]) -> None:
+async def test_an_error_before_the_commit_in_the_same_message_was_not_applied(
+    answers: int, kind: type[Exception]
+) -> None:
     with pytest.raises(kind) as caught:
-        await conclude(_Refusing(answers, _raised(1317)), ["DELETE …", "INSERT …"])
+        await execute_and_commit(_Refusing(answers, _raised(1317)), ["DELETE …", "INSERT …"])
     assert may_have_committed(caught.value) is (kind is not RolledBack)
 
 
-async def test_a_connection_that_ends_before_the_commit_in_the_same_message_is_one() -> None:
+async def test_a_connection_that_ends_before_the_answer_to_the_commit_is_unknown() -> None:
     with pytest.raises(asyncmy.OperationalError) as caught:
-        await conclude(_Refusing(0, _raised(2013)), ["DELETE …", "INSERT …"])
+        await execute_and_commit(_Refusing(0, _raised(2013)), ["DELETE …", "INSERT …"])
     assert may_have_committed(caught.value)
 
 
 @pytest.mark.parametrize(("failing", "kind"), [(1, StoreUnavailable), (2, OutcomeUnknown)])
-async def test_what_fails_after_a_part_was_applied_is_unknown_and_not_unapplied(
-    failing: int, kind: type[StoreError]
-) -> None:
+async def test_a_failure_after_a_part_was_applied_is_unknown(failing: int, kind: type[StoreError]) -> None:
     """One shard twice in a call is two transactions; the first of them is on disk when the second fails."""
     asked = 0
 
@@ -213,7 +205,7 @@ async def test_what_fails_after_a_part_was_applied_is_unknown_and_not_unapplied(
         await mysql_statements.release(write, [Fence(0, 1, 1), Fence(0, 1, 1)])  # type: ignore[arg-type]
 
 
-def test_long_statements_travel_apart_and_a_message_is_never_too_long() -> None:
+def test_long_statements_are_sent_in_separate_messages() -> None:
     long = "x" * (mysql_statements.MESSAGE_CHARS_MAX - 10)
     assert mysql_statements._messages([]) == [[]]
     assert mysql_statements._messages(["a", "b"]) == [["a", "b"]]

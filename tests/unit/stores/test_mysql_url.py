@@ -1,4 +1,4 @@
-"""The URL of a MySQL, MariaDB or TiDB store: what it may say, and what it must not."""
+"""The URL of a MySQL, MariaDB or TiDB store: what is allowed, and what is rejected."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def test_all_three_schemes_open_the_same_store(scheme: str) -> None:
     assert isinstance(open_store(f"{scheme}://host/db"), MySqlStore)
 
 
-def test_a_url_says_where_and_who() -> None:
+def test_a_url_has_host_database_user_and_password() -> None:
     address = address_of("mysql://me:p%40ss%3Aw%2Frd@db.example:4000/timers")
     assert (address.host, address.port, address.user) == ("db.example", 4000, "me")
     assert (address.password, address.database, address.ssl_mode) == ("p@ss:w/rd", "timers", "preferred")
     assert address.label == "db.example:4000/timers"
 
 
-def test_what_is_not_said_is_as_clients_have_it() -> None:
+def test_the_defaults_are_those_of_the_clients() -> None:
     address = address_of("mysql:///timers")
     assert (address.host, address.port, address.user, address.password) == ("localhost", 3306, "root", "")
     assert address_of("mysql://[::1]:3307/timers").host == "::1"
@@ -50,7 +50,7 @@ def test_options_are_those_of_the_clients_however_they_are_spelled() -> None:
         ("mysql://h/db?ssl=true", "'ssl'"),
         ("mysql://h/db?charset=latin1", "'charset'"),
         ("mysql://h/db?ssl-mode=yes", "ssl-mode=yes"),
-        ("mysql://h/db?novalue", "cannot be read"),
+        ("mysql://h/db?novalue", "cannot be parsed"),
         ("mysql://h:port/db", "port"),
         ("mysql://h", "names no database"),
         ("mysql://h/", "names no database"),
@@ -61,7 +61,7 @@ def test_options_are_those_of_the_clients_however_they_are_spelled() -> None:
         ("mysql://one,two/db", "more than one host"),
     ],
 )
-def test_a_mistake_is_named(url: str, says: str) -> None:
+def test_a_mistake_in_the_url_is_named(url: str, says: str) -> None:
     with pytest.raises(SetupError, match=r"store\.url") as caught:
         address_of(url)
     assert says in caught.value.detail
@@ -86,11 +86,11 @@ def test_a_password_is_in_no_label_and_no_traceback() -> None:
         ("something else", ("MySQL", (0, 0))),
     ],
 )
-def test_a_server_is_known_by_what_it_calls_itself(version: str, kind: tuple[str, tuple[int, int]]) -> None:
+def test_the_server_is_recognised_by_its_version_text(version: str, kind: tuple[str, tuple[int, int]]) -> None:
     assert kind_of(version) == kind
 
 
-def test_without_the_driver_one_is_told_how_to_get_it() -> None:
+def test_without_the_driver_the_error_says_how_to_install_it() -> None:
     script = (
         "import sys; sys.modules['asyncmy'] = None\n"
         "from duetime.errors import SetupError\n"
@@ -102,7 +102,7 @@ def test_without_the_driver_one_is_told_how_to_get_it() -> None:
     assert "pip install 'duetime[mysql]'" in said
 
 
-def test_whoever_names_an_authority_wants_the_certificate_checked() -> None:
+def test_with_ssl_ca_the_certificate_is_verified() -> None:
     assert address_of("mysql://u@h/d?ssl-ca=ca.pem").ssl_mode == "verify_ca"
     assert address_of("mysql://u@h/d?ssl-ca=ca.pem&ssl-mode=preferred").ssl_mode == "preferred"
     assert address_of("mysql://u@h/d").ssl_mode == "preferred"

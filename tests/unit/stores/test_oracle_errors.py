@@ -1,4 +1,4 @@
-"""What Oracle's errors mean: nothing was applied, or nobody knows. And a connection that is given up."""
+"""What Oracle's errors mean: not applied, or unknown. And connections that are terminated."""
 
 from __future__ import annotations
 
@@ -12,23 +12,15 @@ import pytest
 from oracledb import errors as driver
 
 from duetime.errors import OutcomeUnknown, SetupError, StoreError, StoreThrottled, StoreUnavailable
-from duetime.stores.oracle.connection import (
-    DRIVER_MAY_HAVE_COMMITTED,
-    MAY_HAVE_COMMITTED,
-    Line,
-    Link,
-    address_of,
-    connect,
-    setup_error,
-    store_error,
-)
-from duetime.stores.sessions import Again
+from duetime.stores.oracle.connection import Connection, SessionPool, address_of, connect
+from duetime.stores.oracle.errors import DRIVER_MAY_HAVE_COMMITTED, MAY_HAVE_COMMITTED, setup_error, store_error
+from duetime.stores.sessions import RetryAtOnce
 
 ADDRESS = address_of("oracle://me:secret@db.example/timers")
 
 
 def _raised(code: int) -> Exception:
-    """As the driver raises what the server says."""
+    """As the driver raises an error of the server."""
     said = driver._Error(f"ORA-{code:05}: words of the server", code=code)
     return cast(Exception, said.exc_type(said))
 
@@ -54,7 +46,7 @@ def test_every_kind_of_error_of_the_driver_is_listed() -> None:
     assert {number for number in DRIVER_MAY_HAVE_COMMITTED if number >= 1_000} <= set(driver.ERR_MESSAGE_FORMATS)
 
 
-def test_whatever_ends_a_connection_leaves_the_outcome_unknown() -> None:
+def test_an_error_that_ends_a_connection_has_an_unknown_outcome() -> None:
     closing = [code for code, to in driver.ERR_ORACLE_ERROR_XREF.items() if to == driver.ERR_CONNECTION_CLOSED]
     assert 3113 in closing
     for code in closing:
@@ -67,12 +59,12 @@ def test_these_may_come_after_the_commit(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 54, 60, 942, 1031, 1034, 1400, 1653, 2091, 8177, 12541, 12899, 16000, 30036])
-def test_a_statement_that_was_answered_with_these_was_rolled_back(code: int) -> None:
+def test_after_these_errors_the_statement_was_rolled_back(code: int) -> None:
     assert isinstance(store_error(_raised(code), writing=True), StoreUnavailable)
 
 
-def test_a_deadlock_is_worth_another_try_and_too_many_sessions_a_pause() -> None:
-    assert isinstance(store_error(_raised(60), writing=True), Again)
+def test_a_deadlock_is_retried_and_too_many_sessions_are_throttled() -> None:
+    assert isinstance(store_error(_raised(60), writing=True), RetryAtOnce)
     assert isinstance(store_error(_raised(12519), writing=True), StoreThrottled)
 
 
@@ -88,47 +80,47 @@ def test_a_deadlock_is_worth_another_try_and_too_many_sessions_a_pause() -> None
         (driver.ERR_MESSAGE_TYPE_UNKNOWN, OutcomeUnknown),
     ],
 )
-def test_an_error_of_the_driver_itself_is_a_refusal_before_sending_or_nobody_knows(
+def test_an_error_of_the_driver_came_before_sending_or_the_outcome_is_unknown(
     number: int, kind: type[StoreError]
 ) -> None:
     assert isinstance(store_error(_by_the_driver(number), writing=True), kind)
 
 
-def test_a_read_is_never_in_doubt() -> None:
+def test_a_read_is_never_unknown() -> None:
     for code in MAY_HAVE_COMMITTED:
         assert isinstance(store_error(_raised(code), writing=False), StoreUnavailable)
     assert isinstance(store_error(OSError("x"), writing=False), StoreUnavailable)
 
 
-def test_what_nobody_listed_is_unknown_on_a_write() -> None:
+def test_an_unlisted_error_is_unknown_on_a_write() -> None:
     for error in (_raised(4711), RuntimeError("x"), OSError("x"), TimeoutError("x"), ConnectionResetError("x")):
         assert isinstance(store_error(error, writing=True), OutcomeUnknown)
 
 
-def test_the_server_is_heard_and_not_the_drivers_help_page() -> None:
+def test_the_error_text_is_that_of_the_server_without_the_help_page_of_the_driver() -> None:
     said = store_error(_raised(3113), writing=True).detail
-    assert said == "oracle: the connection broke (ORA-03113: words of the server)"
+    assert said == "oracle: the connection was lost (ORA-03113: words of the server)"
 
 
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (_raised(1017), "refuses the user or the password"),
+        (_raised(1017), "rejects the user or the password"),
         (_raised(28000), "locked"),
         (_raised(28001), "expired"),
         (_raised(1045), "CREATE SESSION"),
         (_raised(1031), "GRANT CREATE SESSION, CREATE TABLE"),
         (_raised(1950), "QUOTA"),
         (_raised(955), "another program"),
-        (_raised(12514), "knows no such service"),
+        (_raised(12514), "does not have this service"),
         (_raised(16000), "standby"),
         (_by_the_driver(driver.ERR_SERVER_VERSION_NOT_SUPPORTED), "too old"),
-        (_by_the_driver(driver.ERR_INVALID_SERVICE_NAME), "knows no such service"),
+        (_by_the_driver(driver.ERR_INVALID_SERVICE_NAME), "does not have this service"),
         (ssl.SSLCertVerificationError("x"), "TLS"),
     ],
 )
-def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
-    said = setup_error(ADDRESS, error)
+def test_an_error_at_the_start_is_explained(error: Exception, says: str) -> None:
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert says in said.detail
     assert said.field == "store.url"
@@ -148,36 +140,36 @@ def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, say
         _by_the_driver(driver.ERR_CONNECTION_CLOSED),
     ],
 )
-def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
-    assert isinstance(setup_error(ADDRESS, error), StoreUnavailable)
+def test_an_unreachable_server_is_unavailable_and_not_a_setup_error(error: Exception) -> None:
+    assert isinstance(setup_error(ADDRESS.label, error), StoreUnavailable)
 
 
 # --- connections ---------------------------------------------------------------------------------
 
 
-async def test_a_port_that_nobody_listens_on_is_a_server_that_is_away() -> None:
+async def test_a_closed_port_is_an_unreachable_server() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        line = Line(address_of(f"oracle://me:secret@127.0.0.1:{taken.getsockname()[1]}/test"), 1, 1.0, 1.0)
+        line = SessionPool(address_of(f"oracle://me:secret@127.0.0.1:{taken.getsockname()[1]}/test"), 1, 1.0, 1.0)
         with pytest.raises(StoreUnavailable, match="cannot be reached") as caught:
             await line.read(_nothing)
         assert "secret" not in caught.value.detail
         await line.close()
 
 
-async def test_a_server_that_says_nothing_is_not_waited_for() -> None:
+async def test_a_silent_server_is_a_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = address_of(f"oracle://me:secret@127.0.0.1:{silent.getsockname()[1]}/test")
         with pytest.raises((TimeoutError, oracledb.Error)):
             await connect(address, 0.3)
 
 
-async def _nothing(link: Link) -> None:
+async def _nothing(link: Connection) -> None:
     raise AssertionError("there is no connection")
 
 
 class _Connection:
-    """As much of a driver's connection as a link looks at."""
+    """The part of a connection of the driver that `Connection` uses."""
 
     terminated = False
 
@@ -188,13 +180,13 @@ class _Connection:
         self.terminated = True
 
 
-async def test_a_connection_that_is_given_up_is_not_waited_for_any_more() -> None:
+async def test_a_terminated_connection_is_not_waited_for() -> None:
     connection = _Connection()
-    link = Link(cast(Any, connection), "history")
+    link = Connection(cast(Any, connection), "history")
     begun = asyncio.Event()
     ended = asyncio.Event()
 
-    async def work(link: Link) -> None:
+    async def work(link: Connection) -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
@@ -212,13 +204,13 @@ async def test_a_connection_that_is_given_up_is_not_waited_for_any_more() -> Non
     link.terminate()  # once more changes nothing
 
 
-async def test_work_that_fails_or_succeeds_is_heard_as_it_is() -> None:
-    link = Link(cast(Any, _Connection()), "history")
+async def test_work_returns_its_result_or_raises_its_error() -> None:
+    link = Connection(cast(Any, _Connection()), "history")
 
-    async def succeeds(link: Link) -> str:
+    async def succeeds(link: Connection) -> str:
         return link.history
 
-    async def fails(link: Link) -> None:
+    async def fails(link: Connection) -> None:
         raise _raised(60)
 
     assert await link.run(succeeds) == "history"

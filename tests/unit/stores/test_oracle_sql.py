@@ -1,4 +1,4 @@
-"""What is said to Oracle, as far as it can be known without one: binds, columns, values that come back as they were."""
+"""The statements for Oracle, as far as they can be tested without a server: binds, columns, encoding of values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from duetime.stores.oracle import listing as oracle_listing
 from duetime.stores.oracle import rows as oracle_rows
 from duetime.stores.oracle import schema as oracle_schema
 from duetime.stores.oracle import statements as oracle_statements
-from duetime.stores.oracle.rows import INSERT, INSERT_TYPES, as_was, at, kept, ms, reached_at, reached_row, timer_at
+from duetime.stores.oracle.rows import (
+    INSERT,
+    INSERT_TYPES,
+    at,
+    decode_text,
+    encode_text,
+    ms,
+    reached_at,
+    reached_row,
+    timer_at,
+)
 from duetime.stores.rows import FIRST_MS, LAST_MS, REACHED_COLUMNS, TIMER_COLUMNS
 from duetime.testing import make_reached, make_timer
 
@@ -49,14 +59,14 @@ def _binds(sql: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
-def test_no_bind_is_called_by_a_word_of_the_language(name: str) -> None:
+def test_no_bind_has_the_name_of_a_reserved_word(name: str) -> None:
     assert STATEMENTS[name].count("(") == STATEMENTS[name].count(")")
     assert _binds(STATEMENTS[name])
     assert not _binds(STATEMENTS[name]) & RESERVED
     assert "MERGE" not in STATEMENTS[name]
 
 
-def test_a_statement_has_fewer_binds_than_it_may_have_whatever_the_batch() -> None:
+def test_no_statement_exceeds_the_limit_of_binds() -> None:
     assert len(STATEMENTS) > 12
     assert max(len(_binds(sql)) for sql in STATEMENTS.values()) <= 150  # 65,535; and 1,000 in a list
     assert (
@@ -66,7 +76,7 @@ def test_a_statement_has_fewer_binds_than_it_may_have_whatever_the_batch() -> No
     )
 
 
-def test_every_fence_looks_at_version_nonce_and_owner_of_a_row_that_it_changes() -> None:
+def test_every_fence_checks_version_nonce_and_owner_of_a_row_that_it_changes() -> None:
     for sql in (oracle_statements.FENCE, oracle_statements.RELEASE):
         assert sql.startswith("UPDATE shards SET ")
         assert {"shard_id", "version", "nonce"} <= _binds(sql)
@@ -76,8 +86,8 @@ def test_every_fence_looks_at_version_nonce_and_owner_of_a_row_that_it_changes()
 def test_a_migration_is_statements_without_the_comments_between_them() -> None:
     made = [
         statement.partition(" (")[0].split()[:4]
-        for migration in oracle_schema._MIGRATIONS
-        for statement in oracle_schema.statements(migration.read_text("utf-8"))
+        for text in oracle_schema._MIGRATIONS.texts
+        for statement in oracle_schema.statements(text)
     ]
     assert ["CREATE", "TABLE", "timers"] in made
     assert ["CREATE", "UNIQUE", "INDEX", "timers_by_id"] in made
@@ -86,7 +96,7 @@ def test_a_migration_is_statements_without_the_comments_between_them() -> None:
 
 
 def test_the_tables_have_every_column_that_is_written() -> None:
-    text = oracle_schema._MIGRATIONS[0].read_text("utf-8")
+    text = oracle_schema._MIGRATIONS.texts[0]
     for table, names in oracle_rows.COLUMNS.items():
         definition = text[text.index(f"CREATE TABLE {table} (") :].partition("\n)\n")[0]
         assert set(re.findall(r"^    (\w+) +[A-Z]", definition, re.MULTILINE)) - {"CONSTRAINT"} == {
@@ -98,16 +108,16 @@ def test_the_tables_have_every_column_that_is_written() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "\0", "\0\0", "\0x", "x", " ", "x\0", "null", "ü😀"])
-def test_a_text_comes_back_as_it_was_and_is_never_empty_on_the_way(text: str | None) -> None:
-    stored = kept(text)
-    assert as_was(stored) == text
+def test_a_text_is_read_back_and_never_stored_as_empty(text: str | None) -> None:
+    stored = encode_text(text)
+    assert decode_text(stored) == text
     assert stored != ""
     assert (stored is None) == (text is None)
 
 
 def test_texts_that_differ_are_stored_as_texts_that_differ() -> None:
     texts = ["", "\0", "\0\0", "\0x", "x", "\0\0x"]
-    assert len({kept(text) for text in texts}) == len(texts)
+    assert len({encode_text(text) for text in texts}) == len(texts)
 
 
 @pytest.mark.parametrize("time_ms", [FIRST_MS, 0, 1, 999, 1_800_000_000_123, LAST_MS - 1, LAST_MS])
@@ -117,7 +127,7 @@ def test_times_are_exact_to_the_millisecond(time_ms: int) -> None:
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_rows_come_back_as_timers_and_reached_timers(empty: bool) -> None:
+def test_rows_are_decoded_to_timers_and_reached_timers(empty: bool) -> None:
     timer = make_timer(
         payload="" if empty else '{"a":"ü\\u0000"}',
         correlation_id="" if empty else "r",
@@ -136,7 +146,7 @@ def test_rows_come_back_as_timers_and_reached_timers(empty: bool) -> None:
 
 
 def test_every_time_of_an_insert_is_bound_as_a_timestamp() -> None:
-    """The driver would make a DATE of it, which has no milliseconds."""
+    """Otherwise the driver would bind it as DATE, which has no milliseconds."""
     for table, row in (
         ("timers", oracle_rows.timer_row(0, make_timer())),
         ("reached", reached_row(0, make_reached(make_timer()))),

@@ -1,4 +1,4 @@
-"""The URL of an Oracle store: what it may say, and what it must not."""
+"""The URL of an Oracle store: what is allowed, and what is rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_scheme_opens_an_oracle_store() -> None:
         ("oracle://me:x@one:1521,two:1522/FREEPDB1", [("one", 1521), ("two", 1522)]),
     ],
 )
-def test_the_driver_understands_where_it_is(url: str, hosts: list[tuple[str, int]]) -> None:
+def test_the_driver_parses_the_address(url: str, hosts: list[tuple[str, int]]) -> None:
     params = oracledb.ConnectParams()
     params.parse_connect_string(address_of(url).dsn)
     found = params.host if isinstance(params.host, list) else [params.host]
@@ -37,7 +37,7 @@ def test_the_driver_understands_where_it_is(url: str, hosts: list[tuple[str, int
     assert {*([params.service_name] if isinstance(params.service_name, str) else params.service_name)} == {"FREEPDB1"}
 
 
-def test_a_sid_takes_the_place_of_a_service() -> None:
+def test_a_sid_replaces_a_service() -> None:
     address = address_of("oracle://me:x@db.example:1522?sid=ORCL&protocol=tcps")
     params = oracledb.ConnectParams()
     params.parse_connect_string(address.dsn)
@@ -75,7 +75,7 @@ def test_options_reach_the_driver_and_our_own_do_not() -> None:
         ("oracle://me:x@h/s?server_type=fast", "server_type=fast"),
         ("oracle://me:x@h/s?schema=a;drop", "schema"),
         ("oracle://me:x@h/s?schema=", "schema"),
-        ("oracle://me:x@h/s?novalue", "cannot be read"),
+        ("oracle://me:x@h/s?novalue", "cannot be parsed"),
         ("oracle://me:x@h", "names no service"),
         ("oracle://me:x@h/s?sid=ORCL", "names no service"),
         ("oracle://h/s", "names no user"),
@@ -84,7 +84,7 @@ def test_options_reach_the_driver_and_our_own_do_not() -> None:
         ("oracle://u:secret@w@h/s", "%40"),
     ],
 )
-def test_a_mistake_is_named(url: str, says: str) -> None:
+def test_a_mistake_in_the_url_is_named(url: str, says: str) -> None:
     with pytest.raises(SetupError, match=r"store\.url") as caught:
         address_of(url)
     assert says in caught.value.detail
@@ -98,7 +98,7 @@ def test_a_password_is_in_no_label() -> None:
     assert "secret" not in repr(address)
 
 
-def test_without_the_driver_one_is_told_how_to_get_it() -> None:
+def test_without_the_driver_the_error_says_how_to_install_it() -> None:
     script = (
         "import sys; sys.modules['oracledb'] = None\n"
         "from duetime.errors import SetupError\n"

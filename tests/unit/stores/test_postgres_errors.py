@@ -1,4 +1,4 @@
-"""What PostgreSQL's errors mean: nothing was applied, or nobody knows."""
+"""What PostgreSQL's errors mean: not applied, or unknown."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ import pytest
 from duetime.errors import OutcomeUnknown, SetupError, StoreUnavailable
 from duetime.store import Batch, Fence
 from duetime.stores.postgres import statements as postgres_statements
-from duetime.stores.postgres.connection import (
-    MAY_HAVE_COMMITTED,
-    address_of,
-    may_have_committed,
-    setup_error,
-    store_error,
-)
+from duetime.stores.postgres.connection import address_of
+from duetime.stores.postgres.errors import MAY_HAVE_COMMITTED, may_have_committed, setup_error, store_error
 
 ADDRESS = address_of("postgresql://me:secret@db.example/timers")
 
@@ -45,7 +40,7 @@ def test_every_class_of_errors_the_driver_knows_is_listed() -> None:
     assert {state for state in MAY_HAVE_COMMITTED if len(state) == 5} <= set(known)
 
 
-def test_an_error_of_the_driver_itself_is_a_refusal_before_sending_or_nobody_knows() -> None:
+def test_an_error_of_the_driver_came_before_sending_or_the_outcome_is_unknown() -> None:
     own = {
         kind
         for kind in _all_below(Exception)
@@ -74,18 +69,18 @@ def test_these_may_come_after_the_commit(sqlstate: str) -> None:
         *("53300", "54000", "55P03", "57014", "57P03", "57P05"),
     ],
 )
-def test_a_statement_that_was_answered_with_these_was_rolled_back(sqlstate: str) -> None:
+def test_after_these_errors_the_statement_was_rolled_back(sqlstate: str) -> None:
     error = store_error(_raised(sqlstate), writing=True)
     assert isinstance(error, StoreUnavailable)
 
 
-def test_a_read_is_never_in_doubt() -> None:
+def test_a_read_is_never_unknown() -> None:
     for kind in _of_the_server().values():
         assert isinstance(store_error(kind("x"), writing=False), StoreUnavailable)
     assert isinstance(store_error(OSError("x"), writing=False), StoreUnavailable)
 
 
-def test_what_nobody_listed_is_unknown_on_a_write() -> None:
+def test_an_unlisted_error_is_unknown_on_a_write() -> None:
     class Strange(asyncpg.PostgresError):
         sqlstate = "ZZ123"
 
@@ -96,7 +91,7 @@ def test_what_nobody_listed_is_unknown_on_a_write() -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (asyncpg.InvalidPasswordError("x"), "refuses the password"),
+        (asyncpg.InvalidPasswordError("x"), "rejects the password"),
         (asyncpg.InvalidAuthorizationSpecificationError("x"), "pg_hba.conf"),
         (asyncpg.InvalidCatalogNameError("x"), "does not exist"),
         (asyncpg.InsufficientPrivilegeError("x"), "GRANT USAGE, CREATE"),
@@ -109,8 +104,8 @@ def test_what_nobody_listed_is_unknown_on_a_write() -> None:
         (asyncpg.ClientConfigurationError("x"), "db.example/timers: x"),
     ],
 )
-def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, says: str) -> None:
-    said = setup_error(ADDRESS, error)
+def test_an_error_at_the_start_is_explained(error: Exception, says: str) -> None:
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, SetupError)
     assert says in said.detail
     assert said.field == "store.url"
@@ -126,15 +121,13 @@ def test_what_is_wrong_at_the_start_is_said_in_plain_words(error: Exception, say
         asyncpg.TooManyConnectionsError("x"),
     ],
 )
-def test_a_server_that_is_away_is_unavailable_and_may_come_back(error: Exception) -> None:
-    said = setup_error(ADDRESS, error)
+def test_an_unreachable_server_is_unavailable_and_not_a_setup_error(error: Exception) -> None:
+    said = setup_error(ADDRESS.label, error)
     assert isinstance(said, StoreUnavailable)
 
 
 @pytest.mark.parametrize(("failing", "kind"), [(1, StoreUnavailable), (2, OutcomeUnknown)])
-async def test_what_fails_after_a_part_was_applied_is_unknown_and_not_unapplied(
-    failing: int, kind: type[Exception]
-) -> None:
+async def test_a_failure_after_a_part_was_applied_is_unknown(failing: int, kind: type[Exception]) -> None:
     """One shard twice in a call is two statements; the first of them is on disk when the second fails."""
     asked = 0
 

@@ -1,4 +1,4 @@
-"""The URL of a PostgreSQL store: what it may say, and what it must not."""
+"""The URL of a PostgreSQL store: what is allowed, and what is rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_both_schemes_open_a_postgres_store(scheme: str) -> None:
         "postgresql://host/db?options=-c%20statement_timeout%3D5s",
     ],
 )
-def test_the_driver_gets_what_is_its_own(url: str) -> None:
+def test_the_driver_gets_its_own_options(url: str) -> None:
     address = address_of(url)
     kept = url.partition("?")[2].replace("&target_session_attrs=read-write", "")
     for option in kept.split("&"):
@@ -41,7 +41,7 @@ def test_our_own_options_do_not_reach_the_driver() -> None:
     assert (address.pooled, address.schema, address.application_name) == (True, "timers", "shop")
 
 
-def test_without_options_it_is_a_primary_and_our_name() -> None:
+def test_the_default_is_a_primary_and_our_application_name() -> None:
     address = address_of("postgresql://h/db")
     assert (address.pooled, address.schema, address.application_name, address.target) == (
         False,
@@ -64,14 +64,14 @@ def test_without_options_it_is_a_primary_and_our_name() -> None:
         ("postgresql://h/db?target_session_attrs=standby", "target_session_attrs=standby"),
         ("postgresql://h/db?schema=a;drop", "schema"),
         ("postgresql://h/db?schema=", "schema"),
-        ("postgresql://h/db?novalue", "cannot be read"),
+        ("postgresql://h/db?novalue", "cannot be parsed"),
         ("postgresql://h", "names no database"),
         ("postgresql://h/", "names no database"),
         ("postgresql://u:p#w@h/db", "%23"),
         ("postgresql://u:p@w@h/db", "%40"),
     ],
 )
-def test_a_mistake_is_named(url: str, says: str) -> None:
+def test_a_mistake_in_the_url_is_named(url: str, says: str) -> None:
     with pytest.raises(SetupError, match=r"store\.url") as caught:
         address_of(url)
     assert says in caught.value.detail
@@ -83,13 +83,13 @@ def test_a_password_is_in_no_label() -> None:
         assert address_of(url).label.endswith("/db")
 
 
-def test_behind_a_pooler_every_transaction_says_itself_what_it_needs() -> None:
+def test_behind_a_pooler_every_transaction_sets_its_own_settings() -> None:
     begin = begin_sql(address_of("postgresql://h/db?pooler=transaction&schema=timers"))
     assert begin.startswith("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
     assert "SET LOCAL search_path = 'timers'" in begin
 
 
-def test_without_the_driver_one_is_told_how_to_get_it() -> None:
+def test_without_the_driver_the_error_says_how_to_install_it() -> None:
     script = (
         "import sys; sys.modules['asyncpg'] = None\n"
         "from duetime.errors import SetupError\n"

@@ -1,4 +1,4 @@
-"""How timers are rows: what is written comes back, column by column, in the order that every adapter relies on."""
+"""Timers as rows: written values are read back, in the order of columns that every adapter relies on."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ FULL = make_timer(
         headers={"a": "11"}, tags=("t",), missed=Missed(skip_if_late_by_ms=12), occurrence=13, last_error="14"
     ),
 )
-PLAIN = make_timer("plain", 2_000)
+DEFAULT_ROW_READER = make_timer("plain", 2_000)
 
 
-def test_each_value_stands_in_its_column() -> None:
+def test_each_value_is_in_its_column() -> None:
     row = dict(zip(TIMER_COLUMNS, timer_values(FULL), strict=True))
     assert row == {
         "timer_execute_at": 1_000,
@@ -65,7 +65,7 @@ def test_each_value_stands_in_its_column() -> None:
     assert TIMER_COLUMNS[:3] == KEY_COLUMNS == ("timer_execute_at", "timer_uuid_high", "timer_uuid_low")
 
 
-def test_the_end_of_a_timer_is_stored_under_its_own_key_with_the_timers_key_behind() -> None:
+def test_a_reached_row_has_its_own_key_and_then_the_key_of_the_timer() -> None:
     reached = make_reached(FULL, Outcome.FAILED, reached_at_ms=77, purge_at_ms=88)
     row = dict(zip(REACHED_COLUMNS, reached_values(reached), strict=True))
     assert tuple(row[name] for name in KEY_COLUMNS) == reached.position
@@ -81,23 +81,23 @@ def test_the_end_of_a_timer_is_stored_under_its_own_key_with_the_timers_key_behi
 
 
 ONE_FIELD_EACH = [
-    msgspec.structs.replace(PLAIN, payload="1"),
-    msgspec.structs.replace(PLAIN, retry_policy=RetryPolicy(max_retries=8)),
-    msgspec.structs.replace(PLAIN, callback_timeout_seconds=9),
-    msgspec.structs.replace(PLAIN, correlation_id="10"),
-    msgspec.structs.replace(PLAIN, extras=Extras(tags=("t",))),
+    msgspec.structs.replace(DEFAULT_ROW_READER, payload="1"),
+    msgspec.structs.replace(DEFAULT_ROW_READER, retry_policy=RetryPolicy(max_retries=8)),
+    msgspec.structs.replace(DEFAULT_ROW_READER, callback_timeout_seconds=9),
+    msgspec.structs.replace(DEFAULT_ROW_READER, correlation_id="10"),
+    msgspec.structs.replace(DEFAULT_ROW_READER, extras=Extras(tags=("t",))),
 ]
 
 
-@pytest.mark.parametrize("timer", [FULL, PLAIN, *ONE_FIELD_EACH])
-def test_what_is_written_comes_back(timer: Timer) -> None:
+@pytest.mark.parametrize("timer", [FULL, DEFAULT_ROW_READER, *ONE_FIELD_EACH])
+def test_written_values_are_read_back(timer: Timer) -> None:
     assert timer_of(timer_values(timer)) == timer
     reached = make_reached(timer, Outcome.SKIPPED, reached_at_ms=77, purge_at_ms=88)
     assert reached_of(reached_values(reached)) == reached
 
 
-def test_what_a_timer_does_not_have_takes_no_room() -> None:
-    row = dict(zip(TIMER_COLUMNS, timer_values(PLAIN), strict=True))
+def test_missing_values_of_a_timer_are_stored_as_null() -> None:
+    row = dict(zip(TIMER_COLUMNS, timer_values(DEFAULT_ROW_READER), strict=True))
     assert [name for name, value in row.items() if value is None] == [
         "timer_payload",
         "timer_retry_policy",
@@ -105,11 +105,11 @@ def test_what_a_timer_does_not_have_takes_no_room() -> None:
         "timer_correlation_id",
         "timer_options",
     ]
-    assert timer_of(timer_values(PLAIN)).extras is NO_EXTRAS
-    assert timer_of(timer_values(msgspec.structs.replace(PLAIN, extras=Extras()))) == PLAIN
+    assert timer_of(timer_values(DEFAULT_ROW_READER)).extras is NO_EXTRAS
+    assert timer_of(timer_values(msgspec.structs.replace(DEFAULT_ROW_READER, extras=Extras()))) == DEFAULT_ROW_READER
 
 
-def test_bounds_of_a_search_are_brought_to_where_timestamps_can_be() -> None:
+def test_bounds_of_a_search_are_limited_to_the_range_of_timestamps() -> None:
     assert (FIRST_MS, LAST_MS) == (-1, LATEST_MS + 1)
     assert [bound_ms(at) for at in (-5, -1, 0, 7, LATEST_MS, LAST_MS, 1 << 60)] == [
         -1,

@@ -1,15 +1,16 @@
-"""Sessions with a database: what becomes of work that fails, hangs, or is given up, and of its connection."""
+"""Sessions with a database: work that fails, hangs, or is cancelled, and its connection."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
 from duetime.errors import OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.stores import background
 from duetime.stores import sessions as session_module
-from duetime.stores.sessions import Again, Sessions
+from duetime.stores.sessions import RetryAtOnce, Sessions, enable_keepalive, setup_session
 
 
 class Connection:
@@ -27,11 +28,11 @@ class Connection:
 
 
 class Harmless(Exception):
-    """Said of a statement, by a server whose connection is as good as before."""
+    """An error of a statement after which the connection can still be used."""
 
 
 class Database:
-    """A driver whose connections are counted."""
+    """A driver that counts its connections."""
 
     name = "some"
 
@@ -70,8 +71,8 @@ class Database:
             raise OSError("gone")
         connection.rolled_back += 1
 
-    def refusal(self, error: Exception) -> str:
-        return f"refused: {error}"
+    def setup_error(self, error: Exception) -> StoreUnavailable:
+        return StoreUnavailable(f"refused: {error}")
 
     def failure(self, error: Exception, *, writing: bool) -> tuple[StoreError, bool]:
         if isinstance(error, Harmless):
@@ -116,7 +117,7 @@ async def test_work_of_one_session_shares_its_connection(database: Database) -> 
     assert database.connections[0].is_closed
 
 
-async def test_the_idlest_session_takes_it(database: Database) -> None:
+async def test_the_least_busy_session_takes_the_work(database: Database) -> None:
     sessions = sessions_with(database, 2)
     stuck = asyncio.ensure_future(sessions.read(hangs))
     await everybody_waits()
@@ -127,7 +128,7 @@ async def test_the_idlest_session_takes_it(database: Database) -> None:
     assert await sessions.read(number_of) == 3
 
 
-async def test_a_refused_statement_costs_no_connection_and_a_broken_connection_is_replaced(database: Database) -> None:
+async def test_a_rejected_statement_keeps_the_connection_and_a_lost_connection_is_replaced(database: Database) -> None:
     sessions = sessions_with(database)
     with pytest.raises(StoreUnavailable, match="no such table"):
         await sessions.write(refused)
@@ -135,11 +136,11 @@ async def test_a_refused_statement_costs_no_connection_and_a_broken_connection_i
     with pytest.raises(OutcomeUnknown):
         await sessions.write(breaks)
     assert await sessions.read(number_of) == 2
-    database.connections[1].terminate()  # while nobody was using it
+    database.connections[1].terminate()  # while it was not used
     assert await sessions.read(number_of) == 3
 
 
-async def test_what_fails_before_its_commit_was_not_applied_and_is_rolled_back(database: Database) -> None:
+async def test_work_that_fails_before_its_commit_was_not_applied_and_is_rolled_back(database: Database) -> None:
     sessions = sessions_with(database)
 
     async def commit(_: Connection) -> None:
@@ -162,7 +163,7 @@ async def test_what_fails_before_its_commit_was_not_applied_and_is_rolled_back(d
     assert await sessions.read(number_of) == 3
 
 
-async def test_what_was_committed_is_answered(database: Database) -> None:
+async def test_committed_work_returns_its_result(database: Database) -> None:
     committed: list[int] = []
 
     async def commit(connection: Connection) -> None:
@@ -174,7 +175,7 @@ async def test_what_was_committed_is_answered(database: Database) -> None:
     assert committed == [1, 1]
 
 
-async def test_a_commit_that_fails_is_unknown(database: Database) -> None:
+async def test_a_commit_that_fails_has_an_unknown_outcome(database: Database) -> None:
     sessions = sessions_with(database)
 
     async def commit(connection: Connection) -> None:
@@ -188,8 +189,8 @@ async def test_a_commit_that_fails_is_unknown(database: Database) -> None:
 
 
 @pytest.mark.parametrize("before_the_commit", [True, False])
-async def test_past_its_deadline_the_connection_is_thrown_away(database: Database, before_the_commit: bool) -> None:
-    """What hung may be applied, unless it was still to be committed."""
+async def test_after_the_deadline_the_connection_is_terminated(database: Database, before_the_commit: bool) -> None:
+    """Work that hangs may be applied, except before its commit."""
     sessions = sessions_with(database, deadline_seconds=0.02)
     with pytest.raises(StoreUnavailable, match=r"some: no answer within 0\.02 s"):
         await sessions.read(hangs)
@@ -202,8 +203,8 @@ async def test_past_its_deadline_the_connection_is_thrown_away(database: Databas
     assert await sessions.read(number_of) == 3
 
 
-async def test_a_deadline_that_has_passed_does_not_spoil_the_next_work(database: Database) -> None:
-    """A driver that tells nobody of a connection's end: what it says then, it says of the server."""
+async def test_a_deadline_that_has_passed_does_not_affect_the_next_work(database: Database) -> None:
+    """A driver that does not report the end of a connection: a later error is one of the server."""
     sessions = sessions_with(database, deadline_seconds=0.02)
 
     async def hangs_and_is_refused(connection: Connection) -> int:
@@ -220,7 +221,7 @@ async def test_a_deadline_that_has_passed_does_not_spoil_the_next_work(database:
     assert await sessions.read(number_of) == 2, "the deadline of work that has ended is nobody's"
 
 
-async def test_a_deadline_finds_nothing_to_end_where_the_connection_was_dropped_before(database: Database) -> None:
+async def test_a_deadline_does_nothing_if_the_connection_was_dropped_before(database: Database) -> None:
     sessions = sessions_with(database, deadline_seconds=0.01)
     problems: list[object] = []
     loop = asyncio.get_running_loop()
@@ -241,7 +242,7 @@ async def test_a_deadline_finds_nothing_to_end_where_the_connection_was_dropped_
     assert await sessions.read(number_of) == 2
 
 
-async def test_where_no_connection_is_there_is_none_to_drop_or_close(database: Database) -> None:
+async def test_without_a_connection_there_is_nothing_to_drop_or_close(database: Database) -> None:
     sessions = sessions_with(database, 2)
     sessions.drop_connections()
     await sessions.close()
@@ -249,7 +250,7 @@ async def test_where_no_connection_is_there_is_none_to_drop_or_close(database: D
 
 
 @pytest.mark.parametrize("hangs_too", [False, True])
-async def test_a_connection_is_closed_in_good_form_and_then_terminated_whatever_became_of_that(
+async def test_a_connection_is_closed_and_then_terminated_even_if_the_close_fails(
     database: Database, hangs_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.01)
@@ -262,7 +263,7 @@ async def test_a_connection_is_closed_in_good_form_and_then_terminated_whatever_
     assert database.connections[0].is_closed
 
 
-async def test_when_the_event_loop_ends_the_connection_of_what_was_under_way_is_dropped(database: Database) -> None:
+async def test_when_the_event_loop_ends_the_connection_of_running_work_is_dropped(database: Database) -> None:
     sessions = sessions_with(database)
     background = asyncio.Event()
 
@@ -283,7 +284,7 @@ async def test_when_the_event_loop_ends_the_connection_of_what_was_under_way_is_
     assert await sessions.read(number_of) == 2
 
 
-async def test_a_caller_who_gives_up_leaves_the_work_to_finish(database: Database) -> None:
+async def test_work_is_finished_if_its_caller_is_cancelled(database: Database) -> None:
     sessions = sessions_with(database)
     background, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -305,7 +306,7 @@ async def test_a_caller_who_gives_up_leaves_the_work_to_finish(database: Databas
     assert ended.is_set()
 
 
-async def test_those_who_waited_for_a_refused_connection_are_refused_and_the_next_one_tries(database: Database) -> None:
+async def test_work_that_waited_for_a_failed_connect_fails_and_the_next_work_connects(database: Database) -> None:
     sessions = sessions_with(database)
     database.away = OSError("nobody there")
     database.may_connect.clear()
@@ -320,7 +321,7 @@ async def test_those_who_waited_for_a_refused_connection_are_refused_and_the_nex
     assert await sessions.read(number_of) == 1
 
 
-async def test_who_came_at_the_instant_of_a_refusal_is_refused_too(
+async def test_work_that_arrives_at_the_time_of_a_failed_connect_fails_too(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some event loops count in milliseconds."""
@@ -332,7 +333,7 @@ async def test_who_came_at_the_instant_of_a_refusal_is_refused_too(
     assert database.tried == 1
 
 
-async def test_a_deadlock_is_tried_again_from_the_start_and_then_given_up(database: Database) -> None:
+async def test_a_deadlock_is_retried_from_the_start_and_then_raised(database: Database) -> None:
     sessions = sessions_with(database)
     tries = 0
 
@@ -340,19 +341,19 @@ async def test_a_deadlock_is_tried_again_from_the_start_and_then_given_up(databa
         nonlocal tries
         tries += 1
         if tries < 3 or tries > 10:
-            raise Again("deadlock")
+            raise RetryAtOnce("deadlock")
         return tries
 
     started_at = asyncio.get_running_loop().time()
     assert await sessions.write(work) == 3
     assert asyncio.get_running_loop().time() - started_at > 0.05, "with a pause that grows, so that the other one ends"
     tries = 20
-    with pytest.raises(Again):
+    with pytest.raises(RetryAtOnce):
         await sessions.write(work)
     assert tries == 23
 
 
-async def test_nothing_begins_once_it_is_closed_and_what_is_under_way_ends_first(database: Database) -> None:
+async def test_close_waits_for_running_work_and_no_new_work_is_started(database: Database) -> None:
     sessions = sessions_with(database)
     background, may_end = asyncio.Event(), asyncio.Event()
 
@@ -374,7 +375,7 @@ async def test_nothing_begins_once_it_is_closed_and_what_is_under_way_ends_first
         await sessions.read(number_of)
 
 
-async def test_a_connection_that_comes_about_after_its_session_was_closed_is_closed(
+async def test_a_connection_that_is_established_after_its_session_was_closed_is_closed(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "CLOSE_SECONDS", 0.01)
@@ -400,3 +401,31 @@ async def test_work_that_waits_for_its_connection_when_its_session_is_closed_is_
     assert await work == 1
     await closing
     assert database.connections[0].is_closed
+
+
+def test_keepalive_is_set_on_tcp_sockets_only() -> None:
+    with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+        enable_keepalive(tcp)
+        enable_keepalive(unix)
+        enable_keepalive(None)
+        assert tcp.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 5
+        assert not unix.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def test_a_setup_session_explains_errors_of_the_driver_and_closes_its_connection(database: Database) -> None:
+    async with setup_session(database) as connection:
+        assert not connection.is_closed
+    assert (database.closed, connection.is_closed) == ([1], True)
+    with pytest.raises(StoreUnavailable, match="refused: wrong"):
+        async with setup_session(database, database.connect(1.0)):
+            raise ValueError("wrong")
+    with pytest.raises(ShardLost):
+        async with setup_session(database):
+            raise ShardLost("not an error of the driver")
+    assert database.closed == [1, 2, 3]
+    database.away = OSError("away")
+    with pytest.raises(StoreUnavailable, match="refused: away"):
+        async with setup_session(database):
+            pytest.fail("there is no connection")
+    assert database.closed == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""A store on a SQL database: which sessions do what, when they open and close, and what a failover does to them."""
+"""SqlStore: which session pool runs which call, when pools open and close, and what a failover does to them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import pytest
 
 from duetime.domain.timer import BEFORE_ALL, Namespace, TimerKey
 from duetime.errors import FailedOver, StoreUnavailable
-from duetime.store import Batch, Capabilities, Claim, Fence, ListQuery, Member, PageRequest
+from duetime.store import Batch, Capabilities, Claim, Diagnosis, Fence, ListQuery, Member, PageRequest
 from duetime.stores import sql_store
 from duetime.stores.sessions import CONNECT_SECONDS
-from duetime.stores.sql_store import MEMBERSHIP_SECONDS, READERS, STATEMENT_SECONDS, SqlStore
+from duetime.stores.sql_store import MEMBERSHIP_SECONDS, READERS, STATEMENT_SECONDS, SqlDatabase, SqlStore
 
 FENCE = Fence(1, 1, 1)
+Store = SqlStore[str, Any, Any]
 ME = Member("me", "here:1", 0, True, 0)
 
 
-class Line:
-    """Sessions for one kind of work. What they are given to run is told apart by (their number, read or write)."""
+class Pool:
+    """A session pool. What it runs is recorded as (number of the pool, read or write)."""
 
     def __init__(self, number: int, *arguments: Any) -> None:
         self.arguments = arguments
@@ -34,22 +35,22 @@ class Line:
 
 
 class Database:
-    """All modules of an adapter in one: notes who was asked for what, and answers with the name of the call."""
+    """All modules of an adapter in one object: records each call, and returns the name of the call."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.pools: list[Pool] = []
         self.calls: list[tuple[Any, ...]] = []
         self.history = "timeline 1"
         self.now_ms = 5
 
-    # -- link and schema
+    # -- connection and schema
 
     def address_of(self, url: str) -> str:
         return url.removeprefix("some://")
 
-    def Line(self, *arguments: Any) -> Line:
-        self.lines.append(Line(len(self.lines), *arguments))
-        return self.lines[-1]
+    def session_pool(self, *arguments: Any) -> Pool:
+        self.pools.append(Pool(len(self.pools), *arguments))
+        return self.pools[-1]
 
     async def migrate(self, address: str) -> None:
         self.calls.append(("migrate", address))
@@ -58,10 +59,10 @@ class Database:
         self.calls.append(("check", address))
         return "SELECT history"
 
-    async def diagnose(self, address: str) -> list[str]:
-        return [f"{address} is well"]
+    async def diagnose(self, address: str) -> Diagnosis:
+        return Diagnosis([f"the server is {address}"])
 
-    # -- words, reads and lists
+    # -- statements, reads and lists
 
     async def join(self, run: Any, member: Member, history_sql: str) -> str:
         self.calls.append(("join", run, member, history_sql))
@@ -85,20 +86,27 @@ def database() -> Database:
 
 
 @pytest.fixture
-def store(database: Database) -> SqlStore:
-    class SomeStore(SqlStore):
+def store(database: Database) -> Store:
+    functions: Any = database
+
+    class SomeStore(Store):
         capabilities = Capabilities(name="some", batch_max=100, payload_bytes_max=100, parallel_commits=3)
-        link = schema = words = reads = lists = database
+        database = SqlDatabase(
+            address_of=functions.address_of,
+            session_pool=functions.session_pool,
+            schema=functions,
+            statements=functions,
+            reads=functions,
+            lists=functions,
+        )
 
     return SomeStore.from_url("some://host/db")
 
 
-async def test_each_kind_of_work_has_sessions_of_its_own_with_their_number_and_limits(
-    store: SqlStore, database: Database
-) -> None:
+async def test_each_kind_of_work_has_a_session_pool_with_its_size_and_limits(store: Store, database: Database) -> None:
     await store.open()
     usual, membership = (STATEMENT_SECONDS, CONNECT_SECONDS), (MEMBERSHIP_SECONDS, MEMBERSHIP_SECONDS)
-    assert [line.arguments for line in database.lines] == [
+    assert [pool.arguments for pool in database.pools] == [
         ("host/db", 3, *usual),
         ("host/db", READERS, *usual),
         ("host/db", 1, *usual),
@@ -111,13 +119,13 @@ async def test_each_kind_of_work_has_sessions_of_its_own_with_their_number_and_l
 
 COMMITS, READS, CHANGES, LISTS, MEMBERSHIP = range(5)
 CLAIM = Claim(1, 0, 1, "me", "here:1", 0)
-STRETCH = PageRequest(1, BEFORE_ALL, 1, 1)
+PAGE_REQUEST = PageRequest(1, BEFORE_ALL, 1, 1)
 QUERY = ListQuery(namespace="n", num_shards=1)
 NAMESPACE = Namespace(name="n", num_shards=1, created_at_ms=0)
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "line", "way"),
+    ("name", "arguments", "pool", "access"),
     [
         ("members", (), READS, "read"),
         ("mark_dead", ("me", 3), MEMBERSHIP, "write"),
@@ -127,7 +135,7 @@ NAMESPACE = Namespace(name="n", num_shards=1, created_at_ms=0)
         ("claim", ([CLAIM],), CHANGES, "write"),
         ("release", ([FENCE],), CHANGES, "write"),
         ("commit", ([Batch(FENCE)],), COMMITS, "write"),
-        ("load", ([STRETCH],), READS, "read"),
+        ("load", ([PAGE_REQUEST],), READS, "read"),
         ("get_many", ([(1, TimerKey("n", "t"))],), READS, "read"),
         ("list_timers", (QUERY,), LISTS, "read"),
         ("purge_reached", ([FENCE], 7, 8), CHANGES, "write"),
@@ -135,17 +143,17 @@ NAMESPACE = Namespace(name="n", num_shards=1, created_at_ms=0)
         ("put_namespace", (NAMESPACE, None), CHANGES, "write"),
     ],
 )
-async def test_what_is_asked_for_runs_on_its_sessions_and_is_answered(
-    store: SqlStore, database: Database, name: str, arguments: tuple[Any, ...], line: int, way: str
+async def test_each_call_runs_in_its_session_pool_and_returns_the_result(
+    store: Store, database: Database, name: str, arguments: tuple[Any, ...], pool: int, access: str
 ) -> None:
     await store.open()
     answer = await getattr(store, name)(*arguments)
-    assert database.calls[1:] == [(name, (line, way), *arguments)]
+    assert database.calls[1:] == [(name, (pool, access), *arguments)]
     assert answer == (None if name in ("forget_member", "ensure_shards") else f"the answer to {name}")
 
 
-async def test_members_join_and_beat_on_their_own_sessions_with_the_question_for_the_history(
-    store: SqlStore, database: Database
+async def test_joins_and_heartbeats_run_in_the_membership_pool_and_read_the_history(
+    store: Store, database: Database
 ) -> None:
     await store.open()
     await store.join(ME)
@@ -156,27 +164,27 @@ async def test_members_join_and_beat_on_their_own_sessions_with_the_question_for
     ]
 
 
-async def test_a_database_of_another_history_is_reported_and_every_connection_dropped(
-    store: SqlStore, database: Database
+async def test_a_changed_history_raises_failed_over_and_drops_every_connection(
+    store: Store, database: Database
 ) -> None:
     await store.open()
     await store.join(ME)
     await store.heartbeat("me", 1)
-    assert [line.dropped for line in database.lines] == [0] * 5
+    assert [pool.dropped for pool in database.pools] == [0] * 5
     database.history = "timeline 2"
     for beats in (1, 2):  # until it has joined again
         with pytest.raises(FailedOver, match="timeline 2"):
             await store.heartbeat("me", 2)
-        assert [line.dropped for line in database.lines] == [beats] * 5
+        assert [pool.dropped for pool in database.pools] == [beats] * 5
     await store.join(ME)
     assert await store.heartbeat("me", 3) == 5
-    assert [line.dropped for line in database.lines] == [2] * 5
+    assert [pool.dropped for pool in database.pools] == [2] * 5
 
 
-async def test_one_that_joined_under_another_name_has_the_history_of_that_moment(
-    store: SqlStore, database: Database
+async def test_an_instance_that_joins_under_a_new_id_has_the_history_of_that_join(
+    store: Store, database: Database
 ) -> None:
-    """Only the newest name counts; of an instance that never joined here the first beat tells the history."""
+    """Only the newest id counts. For an instance that never joined here, the first heartbeat reads the history."""
     await store.open()
     await store.join(ME)
     database.history = "timeline 2"
@@ -188,7 +196,7 @@ async def test_one_that_joined_under_another_name_has_the_history_of_that_moment
         await store.heartbeat("me", 2)
 
 
-async def test_a_beat_without_having_joined_learns_the_history(store: SqlStore, database: Database) -> None:
+async def test_a_heartbeat_without_a_join_reads_the_history(store: Store, database: Database) -> None:
     await store.open()
     assert await store.heartbeat("me", 1) == 5
     database.history = "timeline 2"
@@ -196,20 +204,20 @@ async def test_a_beat_without_having_joined_learns_the_history(store: SqlStore, 
         await store.heartbeat("me", 2)
 
 
-async def test_a_store_opens_once_and_closes_all_its_sessions(store: SqlStore, database: Database) -> None:
+async def test_a_store_opens_once_and_closes_all_its_pools(store: Store, database: Database) -> None:
     await store.close()  # never opened
     await store.migrate()
     assert database.calls == [("migrate", "host/db")]
-    assert await store.diagnose() == ["host/db is well"]
+    assert await store.diagnose() == Diagnosis(["the server is host/db"])
     with pytest.raises(StoreUnavailable, match="the store is not open"):
         await store.shards()
     await store.open()
     await store.open()
-    assert len(database.lines) == 5
+    assert len(database.pools) == 5
     await store.close()
     await store.close()
-    assert [line.closed for line in database.lines] == [1] * 5
+    assert [pool.closed for pool in database.pools] == [1] * 5
     with pytest.raises(StoreUnavailable, match="the store is not open"):
         await store.commit([Batch(FENCE)])
     await store.open()
-    assert len(database.lines) == 10
+    assert len(database.pools) == 10

@@ -1,4 +1,4 @@
-"""What SQLite's errors mean: nothing was applied, or nobody knows; and what is true afterwards."""
+"""What SQLite's errors mean: not applied, or unknown; and what is stored afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from duetime.domain.timer import BEFORE_ALL, Timer
 from duetime.errors import OutcomeUnknown, StoreUnavailable
 from duetime.store import Batch, Claim, Fence, PageRequest
-from duetime.stores.sqlite.store import MAY_HAVE_COMMITTED, SqliteStore, store_error
+from duetime.stores.sqlite.errors import MAY_HAVE_COMMITTED, store_error
+from duetime.stores.sqlite.store import SqliteStore
 from duetime.testing import make_timer
 
 
@@ -28,14 +29,14 @@ def test_before_the_commit_every_error_means_not_applied() -> None:
         assert isinstance(store_error(kind("x"), in_commit=False), StoreUnavailable)
 
 
-def test_in_the_commit_an_error_that_nobody_listed_means_unknown() -> None:
+def test_in_the_commit_an_unlisted_error_means_unknown() -> None:
     assert isinstance(store_error(RuntimeError("x"), in_commit=True), OutcomeUnknown)
     assert isinstance(store_error(apsw.IOError("x"), in_commit=True), OutcomeUnknown)
     assert isinstance(store_error(apsw.BusyError("x"), in_commit=True), StoreUnavailable)
 
 
 class _Faults(apsw.VFS):
-    """The real file system, but for the log: its next writes or syncs may fail."""
+    """The real file system, except that the next writes or syncs of the log can fail."""
 
     def __init__(self) -> None:
         self.real = apsw.vfs_names()[0]
@@ -136,7 +137,7 @@ async def test_a_sync_that_fails_leaves_the_outcome_open_until_the_next_write(
     assert await _stored(store) == [make_timer("after", 2), *known]
 
 
-async def test_a_file_that_may_not_grow_applies_nothing_and_recovers(store: SqliteStore) -> None:
+async def test_a_file_that_cannot_grow_applies_nothing_and_recovers(store: SqliteStore) -> None:
     fence = await _claimed(store)
     db = store._write_db
     assert db is not None
@@ -149,7 +150,7 @@ async def test_a_file_that_may_not_grow_applies_nothing_and_recovers(store: Sqli
     assert await _stored(store) == [make_timer()]
 
 
-async def test_a_file_locked_by_another_program_is_unavailable_until_it_lets_go(
+async def test_a_file_locked_by_another_program_is_unavailable_until_it_is_unlocked(
     store: SqliteStore, tmp_path: Path
 ) -> None:
     fence = await _claimed(store)

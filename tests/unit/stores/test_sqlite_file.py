@@ -1,4 +1,4 @@
-"""The file under SqliteStore: who may open it, what is refused, and what people see in it."""
+"""The file of SqliteStore: who may open it, what is refused, and what people see in it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def owned(store: SqliteStore) -> Fence:
     return row.fence
 
 
-async def test_a_second_store_on_the_file_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+async def test_a_second_store_on_the_file_is_refused_and_the_error_names_the_holder(tmp_path: Path) -> None:
     path = tmp_path / "duetime.db"
     store = await opened(path)
     who = SqliteStore.holder(url_of(path))
@@ -81,14 +81,14 @@ async def test_a_killed_process_leaves_the_file_free_and_its_commits_in_it(tmp_p
     await store.close()
 
 
-async def test_a_closed_store_is_one_file_and_a_lock_that_nobody_holds(tmp_path: Path) -> None:
+async def test_a_closed_store_is_one_file_and_a_free_lock(tmp_path: Path) -> None:
     store = await opened(tmp_path / "duetime.db")
     await owned(store)
     await store.close()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["duetime.db", "duetime.db.lock"]
 
 
-async def test_a_store_that_is_not_open_says_so(tmp_path: Path) -> None:
+async def test_a_call_on_a_store_that_is_not_open_is_an_error(tmp_path: Path) -> None:
     store = SqliteStore.from_url(url_of(tmp_path / "duetime.db"))
     with pytest.raises(StoreUnavailable, match="not open"):
         await store.shards()
@@ -104,7 +104,7 @@ async def test_a_file_without_our_schema_is_not_opened_before_it_is_migrated(tmp
     with pytest.raises(SchemaMismatch, match="does not exist"):
         await SqliteStore.from_url(url_of(path)).open()
     path.touch()
-    with pytest.raises(SchemaMismatch, match="has schema 0, this version needs"):
+    with pytest.raises(SchemaMismatch, match="has no tables yet"):
         await SqliteStore.from_url(url_of(path)).open()
     await (await opened(path)).close()
 
@@ -163,7 +163,7 @@ async def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing/duetime.db", "folder"])
-async def test_a_place_that_cannot_hold_a_file_is_refused(tmp_path: Path, name: str) -> None:
+async def test_a_path_that_cannot_be_a_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     store = SqliteStore.from_url(url_of(tmp_path / name))
     with pytest.raises(SetupError, match=r"store\.url"):
@@ -192,7 +192,7 @@ async def test_a_relative_and_an_encoded_path_are_understood(tmp_path: Path, mon
     assert (tmp_path / "with space?.db").exists()
 
 
-async def test_commits_are_durable_and_the_file_says_whose_it_is(tmp_path: Path) -> None:
+async def test_commits_are_durable_and_the_file_has_our_application_id(tmp_path: Path) -> None:
     store = await opened(tmp_path / "duetime.db")
     db = store._write_db
     assert db is not None
@@ -203,7 +203,7 @@ async def test_commits_are_durable_and_the_file_says_whose_it_is(tmp_path: Path)
     assert header == b"DueT"
 
 
-async def test_a_commit_whose_caller_gave_up_is_done_all_the_same(tmp_path: Path) -> None:
+async def test_a_commit_whose_caller_is_cancelled_is_applied(tmp_path: Path) -> None:
     store = await opened(tmp_path / "duetime.db")
     fence = await owned(store)
     task = asyncio.create_task(store.commit([Batch(fence, [make_timer()])]))
@@ -211,7 +211,7 @@ async def test_a_commit_whose_caller_gave_up_is_done_all_the_same(tmp_path: Path
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await store.commit([Batch(fence)])  # behind it in the queue
+    await store.commit([Batch(fence)])  # after it in the queue
     assert list((await store.load([PageRequest(0, BEFORE_ALL, 1 << 60, 10)]))[0].timers) == [make_timer()]
     await store.close()
 
@@ -245,8 +245,8 @@ async def test_timer_schedules_shows_each_timer_once_as_text(tmp_path: Path) -> 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such modes")
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-async def test_its_files_are_their_owners_alone_whatever_the_umask(tmp_path: Path, umask: int) -> None:
-    """Signing secrets and payloads are in there."""
+async def test_only_the_owner_can_read_the_files_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    """The files contain signing secrets and payloads."""
     before = os.umask(umask)
     try:
         store = await opened(tmp_path / "duetime.db")
@@ -275,7 +275,7 @@ async def spoil(path: Path, column: str, timer_id: str, row_type: int = 2) -> No
 
 
 @pytest.mark.parametrize("column", ["timer_payload", "timer_options", "timer_callback_url", "timer_correlation_id"])
-async def test_a_text_that_is_no_utf8_spoils_its_own_row_only(tmp_path: Path, column: str) -> None:
+async def test_a_text_that_is_not_utf8_makes_only_its_row_unreadable(tmp_path: Path, column: str) -> None:
     path = tmp_path / "duetime.db"
     store = await opened(path)
     fence = await owned(store)
@@ -297,7 +297,7 @@ async def test_a_text_that_is_no_utf8_spoils_its_own_row_only(tmp_path: Path, co
     await store.close()
 
 
-async def test_an_end_whose_text_is_no_utf8_counts_as_absent(tmp_path: Path) -> None:
+async def test_a_reached_row_whose_text_is_not_utf8_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "duetime.db"
     store = await opened(path)
     fence = await owned(store)
@@ -308,7 +308,7 @@ async def test_an_end_whose_text_is_no_utf8_counts_as_absent(tmp_path: Path) -> 
     await store.close()
 
 
-async def test_an_id_that_is_no_utf8_is_reported_without_it(tmp_path: Path) -> None:
+async def test_an_id_that_is_not_utf8_is_reported_as_empty(tmp_path: Path) -> None:
     path = tmp_path / "duetime.db"
     store = await opened(path)
     await store.commit([Batch(await owned(store), [timer := make_timer("a")])])

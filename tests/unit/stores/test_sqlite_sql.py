@@ -1,5 +1,5 @@
-"""Answers of SQLite that would be too long are given in parts, and a part is never taken for the whole. Lists look at a
-bounded number of rows."""
+"""Results of SQLite that would be too long are read in parts, and a part is never taken for the whole. Lists read a
+limited number of rows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PAYLOAD = '"' + "x" * 3_000 + '"'
 
 @pytest.fixture
 async def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SqliteStore]:
-    """One answer holds six of our timers and no more."""
-    monkeypatch.setattr(sqlite, "ANSWER_BYTES_MAX", 22_000)
+    """One result has space for six of our timers and no more."""
+    monkeypatch.setattr(sqlite, "RESULT_BYTES_MAX", 22_000)
     store = SqliteStore(str(tmp_path / "duetime.db"))
     await store.migrate()
     await store.open()
@@ -67,7 +67,7 @@ async def test_a_page_cut_by_its_byte_limit_is_not_the_end(store: SqliteStore, l
     assert found == timers()
 
 
-async def test_many_timers_asked_for_at_once_are_all_found_in_the_order_asked(store: SqliteStore) -> None:
+async def test_many_timers_of_one_get_are_all_found_in_order(store: SqliteStore) -> None:
     await store.commit([Batch(await owned(store), timers(), reached=ended(7))])
     keys = [(0, timer.key) for timer in timers()][::-1]
     keys.insert(5, (0, TimerKey("test", "absent")))
@@ -80,7 +80,7 @@ async def test_many_timers_asked_for_at_once_are_all_found_in_the_order_asked(st
 
 @pytest.mark.parametrize("outcomes", [frozenset[Outcome](), frozenset({Outcome.DELIVERED})])
 @pytest.mark.parametrize("limit", [3, 9, 100])
-async def test_a_list_over_rows_too_large_for_one_answer_is_whole(
+async def test_a_list_over_rows_too_large_for_one_result_is_complete(
     store: SqliteStore, outcomes: frozenset[Outcome], limit: int
 ) -> None:
     first, second = await owned(store), await owned(store, 1)
@@ -96,7 +96,7 @@ async def test_a_list_over_rows_too_large_for_one_answer_is_whole(
     assert found == (ended() if outcomes else timers())
 
 
-async def test_one_row_too_large_for_an_answer_is_an_error_and_not_the_end(store: SqliteStore) -> None:
+async def test_one_row_too_large_for_a_result_is_an_error_and_not_the_end(store: SqliteStore) -> None:
     huge = make_timer("huge", execute_at_ms=1_000, payload='"' + "x" * 30_000 + '"')
     await store.commit([Batch(await owned(store), [huge, *timers(2)])])
     with pytest.raises(StoreUnavailable, match="TooBig"):
@@ -111,7 +111,7 @@ async def test_one_row_too_large_for_an_answer_is_an_error_and_not_the_end(store
 
 
 class Pages:
-    """What each statement of a list asked for."""
+    """What each statement of a list reads."""
 
     def __init__(self, store: SqliteStore) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -148,7 +148,7 @@ async def fill(store: SqliteStore, timers: list[Timer], shards: int = 1) -> None
         await store.commit([Batch(await owned(store, shard_id), timers[shard_id::shards])])
 
 
-async def test_a_list_looks_at_a_bounded_number_of_rows_and_says_where_to_go_on(
+async def test_a_list_reads_a_limited_number_of_rows_and_returns_where_to_continue(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_statements, "LIST_ROWS_MAX", 50)
@@ -167,7 +167,7 @@ async def test_a_list_looks_at_a_bounded_number_of_rows_and_says_where_to_go_on(
 
 
 @pytest.mark.parametrize(("rows_max", "statements"), [(15, 2), (16, 2), (17, 3)])
-async def test_the_bound_of_a_list_is_on_the_rows_that_were_read(
+async def test_the_limit_of_a_list_counts_the_rows_that_were_read(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, rows_max: int, statements: int
 ) -> None:
     monkeypatch.setattr(sqlite_statements, "LIST_ROWS_MAX", rows_max)
@@ -178,7 +178,7 @@ async def test_the_bound_of_a_list_is_on_the_rows_that_were_read(
     assert pages.sizes() == [8] * statements
 
 
-async def test_the_first_rows_of_every_shard_are_read_whatever_the_bound(
+async def test_the_first_rows_of_every_shard_are_read_whatever_the_limit(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_statements, "LIST_ROWS_MAX", 1)
@@ -195,14 +195,14 @@ async def test_pages_of_a_list_double(store: SqliteStore) -> None:
     assert listing.next is None, "all of them were read"
 
 
-async def test_a_list_of_just_the_limit_with_nothing_behind_it_is_the_end(store: SqliteStore) -> None:
+async def test_a_list_of_exactly_the_limit_with_no_more_rows_is_the_end(store: SqliteStore) -> None:
     await fill(store, small(3))
     assert (await store.list_timers(ListQuery(namespace="test", num_shards=1, limit=3))).next is None
     shorter = await store.list_timers(ListQuery(namespace="test", num_shards=1, limit=2))
     assert shorter.next == small(3)[1].position
 
 
-async def test_the_due_range_of_scheduled_timers_bounds_what_is_read(
+async def test_the_due_range_of_scheduled_timers_limits_the_rows_that_are_read(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_statements, "LIST_ROWS_MAX", 20)
@@ -216,7 +216,7 @@ async def test_the_due_range_of_scheduled_timers_bounds_what_is_read(
     assert (asked["a"], asked["b"], asked["c"], asked["until"]) == (1_099, LARGEST, LARGEST, 1_109)
 
 
-async def test_the_due_range_of_reached_timers_is_about_the_time_asked_for_and_not_that_of_their_purge(
+async def test_the_due_range_of_reached_timers_is_by_scheduled_time_and_not_by_purge_time(
     store: SqliteStore,
 ) -> None:
     early = make_reached(make_timer("early", execute_at_ms=9_000), purge_at_ms=5_000)
@@ -250,10 +250,10 @@ async def test_low_water_is_written_to_the_row_of_its_shard_only(store: SqliteSt
     assert store._read_db.execute("SELECT count(*) FROM timers WHERE shard_low_water IS NOT NULL").get == 1
 
 
-async def test_a_timer_that_stands_in_the_way_of_another_is_an_error_and_neither_is_lost_in_silence(
+async def test_two_timers_with_the_same_row_key_are_an_error_and_neither_is_lost(
     store: SqliteStore,
 ) -> None:
-    """Two names with one digest: nobody will see it, and nobody shall be told that it is stored."""
+    """Two names with the same digest. It will not happen; if it does, the second one must not be acknowledged."""
     fence = await owned(store)
     first = make_timer("first", execute_at_ms=1_000)
     second = replace(first, timer_id="second")
@@ -264,13 +264,13 @@ async def test_a_timer_that_stands_in_the_way_of_another_is_an_error_and_neither
     assert page.timers == [first]
 
 
-async def test_no_shards_are_made_where_none_are_asked_for_and_a_claim_of_none_is_answered(store: SqliteStore) -> None:
+async def test_ensure_shards_of_zero_creates_none_and_an_empty_claim_succeeds(store: SqliteStore) -> None:
     await store.ensure_shards(0)
     assert await store.shards() == []
     assert await store.claim([Claim(3, 0, 7, "me", "here:1", 1)]) == [ShardRow(3)]
 
 
-async def test_of_ends_of_one_moment_the_one_that_is_kept_longest_and_then_the_highest_is_the_newest(
+async def test_of_reached_rows_of_one_time_the_one_with_the_highest_position_is_the_newest(
     store: SqliteStore,
 ) -> None:
     fence = await owned(store)

@@ -1,4 +1,4 @@
-"""SqliteStore from its opening to its close: the lock, the steps of the schema, threads, and errors in plain words."""
+"""SqliteStore from open to close: the lock, migrations, threads, and texts of errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ import pytest
 from duetime.domain.timer import BEFORE_ALL
 from duetime.errors import MemberDead, OutcomeUnknown, SchemaMismatch, SetupError, StoreUnavailable
 from duetime.store import Batch, Claim, Fence, ListQuery, Member, PageRequest
-from duetime.stores.sqlite import connection
-from duetime.stores.sqlite.connection import FileLock, Worker, connect, holder, migrate
-from duetime.stores.sqlite.store import MAY_HAVE_COMMITTED, SqliteStore, store_error, wipe
+from duetime.stores.migrations import Migrations
+from duetime.stores.sqlite import connection, schema
+from duetime.stores.sqlite.connection import ConnectionThread, FileLock, holder
+from duetime.stores.sqlite.errors import MAY_HAVE_COMMITTED, setup_errors, store_error
+from duetime.stores.sqlite.schema import connect, migrate
+from duetime.stores.sqlite.store import SqliteStore, wipe
 from duetime.testing import make_timer
 from duetime.testing.virtual import START_WALL_MS
 
@@ -62,7 +65,7 @@ def our_threads() -> set[str]:
 # --- opening and closing -------------------------------------------------------------------------
 
 
-async def test_a_store_has_a_thread_for_each_connection_and_leaves_none_behind(path: Path) -> None:
+async def test_a_store_has_a_thread_for_each_connection_and_stops_all_of_them(path: Path) -> None:
     store = await opened(path)
     await store.open()
     assert our_threads() == {"duetime-sqlite-writer", "duetime-sqlite-reader", "duetime-sqlite-lister"}
@@ -85,7 +88,7 @@ async def test_a_store_has_three_connections_and_closes_them_all(path: Path) -> 
     assert connections_to(path) == 0
 
 
-async def test_a_store_that_is_opened_again_holds_its_lock_again(path: Path) -> None:
+async def test_a_store_that_is_opened_again_has_its_lock_again(path: Path) -> None:
     store = await opened(path)
     await store.close()
     assert holder(url_of(path)) is None
@@ -94,13 +97,13 @@ async def test_a_store_that_is_opened_again_holds_its_lock_again(path: Path) -> 
     await store.close()
 
 
-def test_it_says_that_one_process_has_it_and_keeps_what_it_is_given() -> None:
+def test_the_store_is_exclusive_and_durable() -> None:
     capabilities = SqliteStore.capabilities
     assert (capabilities.exclusive, capabilities.durable, capabilities.parallel_commits) == (True, True, 1)
     assert capabilities.payload_bytes_max == 16_777_216
 
 
-async def test_while_a_store_closes_calls_are_refused(path: Path) -> None:
+async def test_calls_fail_while_a_store_closes(path: Path) -> None:
     store = await opened(path)
     query = ListQuery(namespace="test", num_shards=1)
     closing = asyncio.ensure_future(store.close())
@@ -111,7 +114,7 @@ async def test_while_a_store_closes_calls_are_refused(path: Path) -> None:
     await closing
 
 
-async def test_a_store_that_could_not_be_opened_holds_neither_its_lock_nor_a_thread(path: Path) -> None:
+async def test_a_store_that_could_not_be_opened_has_neither_lock_nor_thread(path: Path) -> None:
     store = SqliteStore.from_url(url_of(path))
     with pytest.raises(SchemaMismatch):
         await store.open()
@@ -121,9 +124,9 @@ async def test_a_store_that_could_not_be_opened_holds_neither_its_lock_nor_a_thr
     await other.close()
 
 
-async def test_every_call_on_a_store_that_is_not_open_is_refused(path: Path) -> None:
+async def test_every_call_on_a_store_that_is_not_open_fails(path: Path) -> None:
     store = SqliteStore.from_url(url_of(path))
-    await store.migrate()  # the writer's thread is there, its connection is not
+    await store.migrate()  # the thread of the writer exists, its connection does not
     query = ListQuery(namespace="test", num_shards=1)
     for call in (store.shards, store.namespaces, lambda: store.commit([]), lambda: store.list_timers(query)):
         with pytest.raises(StoreUnavailable, match="the store is not open"):
@@ -144,7 +147,7 @@ async def test_a_reader_can_write_nothing(path: Path) -> None:
     await store.close()
 
 
-async def test_a_heartbeat_answers_the_time_of_the_machine(path: Path) -> None:
+async def test_a_heartbeat_returns_the_time_of_the_machine(path: Path) -> None:
     class Clock:
         def wall_ms(self) -> int:
             return START_WALL_MS
@@ -162,7 +165,7 @@ async def test_a_heartbeat_answers_the_time_of_the_machine(path: Path) -> None:
     await usual.close()
 
 
-async def test_wiping_removes_the_file_and_what_lies_beside_it_and_nothing_is_fine_too(path: Path) -> None:
+async def test_wipe_removes_the_file_and_its_log_if_they_exist(path: Path) -> None:
     await wipe(url_of(path))
     for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).touch()
@@ -173,7 +176,7 @@ async def test_wiping_removes_the_file_and_what_lies_beside_it_and_nothing_is_fi
 # --- the lock ------------------------------------------------------------------------------------
 
 
-def test_a_predecessor_in_its_last_breath_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_released_soon_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = FileLock(str(path))
     monkeypatch.setattr("duetime.stores.sqlite.connection.time.sleep", lambda seconds: first.release())
     second = FileLock(str(path))
@@ -181,14 +184,14 @@ def test_a_predecessor_in_its_last_breath_is_waited_for(path: Path, monkeypatch:
     with monkeypatch.context() as watched:
         closed: list[int] = []
         watched.setattr("duetime.stores.sqlite.connection.os.close", closed.append)
-        first.release()  # again: it has nothing any more, and takes nothing from others
+        first.release()  # a second release changes nothing
         assert closed == []
     assert holder(url_of(path)) is not None
     second.release()
     assert holder(url_of(path)) is None
 
 
-def test_a_lock_that_is_not_released_is_given_up_after_its_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_not_released_is_an_error_after_the_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     slept: list[float] = []
 
@@ -209,7 +212,7 @@ def test_a_lock_that_is_not_released_is_given_up_after_its_time(path: Path, monk
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists what is open")
 def test_a_refused_lock_leaves_no_file_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "LOCK_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(connection, "LOCK_WAIT_SECONDS", 0)
     first = FileLock(str(path))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(SetupError, match="in use by process"):
@@ -219,7 +222,7 @@ def test_a_refused_lock_leaves_no_file_open(path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("text", [b"", b"not JSON", b"[1]"])
-def test_a_lock_whose_text_cannot_be_read_holds_all_the_same(path: Path, text: bytes) -> None:
+def test_a_lock_whose_text_cannot_be_read_is_valid(path: Path, text: bytes) -> None:
     lock = FileLock(str(path))
     lock_file = path.with_name(path.name + ".lock")
     lock_file.write_bytes(text)
@@ -227,13 +230,13 @@ def test_a_lock_whose_text_cannot_be_read_holds_all_the_same(path: Path, text: b
     with pytest.raises(SetupError, match="in use by process unknown on this machine since an unknown time"):
         FileLock(str(path))
     lock.release()
-    lock_file.write_bytes(b"x" * 1_000)  # of somebody who died: nothing of it is left behind the new text
+    lock_file.write_bytes(b"x" * 1_000)  # of a process that ended: nothing of it remains after the new text
     again = FileLock(str(path))
     assert set(holder(url_of(path)) or {}) == {"pid", "host", "since"}
     again.release()
 
 
-def test_nobody_holds_a_file_that_is_not_there_and_asking_makes_none(path: Path) -> None:
+def test_a_missing_file_has_no_holder_and_is_not_created(path: Path) -> None:
     assert holder(url_of(path)) is None
     assert list(path.parent.iterdir()) == []
 
@@ -255,12 +258,12 @@ def version_of(path: Path) -> int:
     return int(version)
 
 
-def test_a_file_of_an_earlier_schema_is_brought_up_step_by_step_and_keeps_what_is_in_it(
+def test_a_file_of_an_earlier_schema_is_migrated_and_keeps_its_rows(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, newest = connection._MIGRATIONS, connection.SCHEMA_VERSION
+    newest = schema.SCHEMA_VERSION
     with monkeypatch.context() as earlier:
-        earlier.setattr(connection, "SCHEMA_VERSION", 1)
+        earlier.setattr(schema, "_MIGRATIONS", Migrations(schema._MIGRATIONS.texts[:1]))
         migrate(str(path))
     assert version_of(path) == 1
     db = sqlite3.connect(path)
@@ -270,22 +273,16 @@ def test_a_file_of_an_earlier_schema_is_brought_up_step_by_step_and_keeps_what_i
     with pytest.raises(SchemaMismatch, match=f"has schema 1, this version needs {newest}"):
         connect(str(path))
     migrate(str(path))
-    assert version_of(path) == newest == len(steps)
+    assert version_of(path) == newest
     opened = connect(str(path))
     assert opened.execute("SELECT instance_id FROM members").fetchall() == [("a",)]
     opened.close()
 
 
-def test_a_step_that_fails_in_the_middle_leaves_nothing_of_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Step:
-        name = "003_wrong.sql"
-
-        def read_text(self, encoding: str) -> str:
-            return "CREATE TABLE half (a); INSERT INTO nowhere VALUES (1);"
-
-    newest = connection.SCHEMA_VERSION
-    monkeypatch.setattr(connection, "_MIGRATIONS", [*connection._MIGRATIONS, Step()])
-    monkeypatch.setattr(connection, "SCHEMA_VERSION", newest + 1)
+def test_a_migration_that_fails_in_the_middle_is_rolled_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = schema.SCHEMA_VERSION
+    wrong = "CREATE TABLE half (a); INSERT INTO nowhere VALUES (1);"
+    monkeypatch.setattr(schema, "_MIGRATIONS", Migrations([*schema._MIGRATIONS.texts, wrong]))
     with pytest.raises(SetupError, match="nowhere"):
         migrate(str(path))
     assert version_of(path) == newest, "the steps before it stay"
@@ -304,14 +301,14 @@ def test_an_empty_file_with_the_mark_of_another_program_is_refused(path: Path, p
         migrate(str(path))
 
 
-def test_a_file_system_that_cannot_hold_a_log_is_refused(path: Path) -> None:
+def test_a_file_system_that_does_not_support_wal_is_refused(path: Path) -> None:
     class Without:
         def pragma(self, name: str, value: str) -> str:
             return "delete"
 
     without: Any = Without()
-    with pytest.raises(SetupError, match="cannot hold a SQLite write-ahead log"):
-        connection._use_wal(str(path), without)
+    with pytest.raises(SetupError, match="does not support a SQLite write-ahead log"):
+        schema._use_wal(str(path), without)
 
 
 def test_a_connection_that_is_refused_is_closed(path: Path) -> None:
@@ -325,7 +322,7 @@ def test_a_connection_that_is_refused_is_closed(path: Path) -> None:
     assert connections_to(path) == 0, f"also while somebody looks at {refused.value}"
 
 
-def test_a_connection_waits_a_moment_for_another_program_that_holds_the_file(path: Path) -> None:
+def test_a_connection_waits_a_moment_for_another_program_that_locks_the_file(path: Path) -> None:
     migrate(str(path))
     db = connect(str(path), "cache_size=-77")
     assert db.pragma("busy_timeout") == 2_000
@@ -346,14 +343,14 @@ def test_a_connection_waits_a_moment_for_another_program_that_holds_the_file(pat
         (apsw.SQLError, "cannot be used: x"),
     ],
 )
-def test_what_goes_wrong_while_opening_is_told_in_plain_words(error: type[apsw.Error], text: str) -> None:
+def test_an_error_while_opening_is_a_setup_error_that_explains_it(error: type[apsw.Error], text: str) -> None:
     with (
         pytest.raises(SetupError, match=f"/some/file.db {text}") as told,
-        connection._explained("/some/file.db"),
+        setup_errors("/some/file.db"),
     ):
         raise error("x")
     assert told.value.field == "store.url"
-    with pytest.raises(ZeroDivisionError), connection._explained("/some/file.db"):
+    with pytest.raises(ZeroDivisionError), setup_errors("/some/file.db"):
         raise ZeroDivisionError
 
 
@@ -361,11 +358,11 @@ def test_what_goes_wrong_while_opening_is_told_in_plain_words(error: type[apsw.E
 
 
 @pytest.mark.parametrize("kind", [kind for kind, maybe in MAY_HAVE_COMMITTED.items() if maybe])
-def test_these_errors_of_a_commit_may_have_left_it_on_disk(kind: type[apsw.Error]) -> None:
+def test_after_these_errors_a_commit_may_be_on_disk(kind: type[apsw.Error]) -> None:
     assert isinstance(store_error(kind("x"), in_commit=True), OutcomeUnknown)
 
 
-def test_the_errors_that_leave_a_commit_in_doubt_are_those_of_the_disk_and_those_nobody_can_explain() -> None:
+def test_the_errors_with_an_unknown_outcome_are_those_of_the_disk_and_unclear_ones() -> None:
     assert {kind.__name__ for kind, maybe in MAY_HAVE_COMMITTED.items() if maybe} == {
         "IOError",
         "NoMemError",
@@ -391,7 +388,7 @@ def test_the_errors_that_leave_a_commit_in_doubt_are_those_of_the_disk_and_those
         (apsw.SQLError, "sqlite: SQLError"),
     ],
 )
-def test_an_error_is_told_in_plain_words(error: type[apsw.Error], text: str) -> None:
+def test_an_error_has_an_explanation(error: type[apsw.Error], text: str) -> None:
     assert store_error(error("x"), in_commit=False).detail == f"{text} (x)"
 
 
@@ -406,7 +403,7 @@ async def test_a_transaction_that_was_left_open_is_rolled_back_before_the_next_o
     await store.close()
 
 
-async def test_a_read_that_fails_was_not_applied_whatever_the_disk_says(path: Path) -> None:
+async def test_a_read_that_fails_is_unavailable_whatever_the_error(path: Path) -> None:
     store = await opened(path)
 
     def broken(db: apsw.Connection) -> None:
@@ -421,7 +418,7 @@ async def test_a_read_that_fails_was_not_applied_whatever_the_disk_says(path: Pa
     await store.close()
 
 
-async def test_a_member_that_is_dead_is_told_so_and_nothing_stays_open(path: Path) -> None:
+async def test_a_dead_member_gets_an_error_and_no_transaction_stays_open(path: Path) -> None:
     store = await opened(path)
     await store.join(Member("me", "here:1", 3, True, 0))
     assert await store.mark_dead("me", 3)
@@ -436,36 +433,36 @@ async def test_a_member_that_is_dead_is_told_so_and_nothing_stays_open(path: Pat
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    worker = Worker("duetime-sqlite-test")
-    yield worker
-    worker.stop()
+def thread() -> Iterator[ConnectionThread]:
+    thread = ConnectionThread("duetime-sqlite-test")
+    yield thread
+    thread.stop()
 
 
-async def test_work_is_done_in_its_order_on_one_thread_and_its_errors_come_back(worker: Worker) -> None:
-    assert await worker.run(lambda: threading.current_thread().name) == "duetime-sqlite-test"
-    assert await worker.run(lambda: threading.current_thread().daemon), "a process that ends does not wait for it"
+async def test_work_runs_in_order_on_one_thread_and_its_errors_are_raised(thread: ConnectionThread) -> None:
+    assert await thread.run(lambda: threading.current_thread().name) == "duetime-sqlite-test"
+    assert await thread.run(lambda: threading.current_thread().daemon), "a process that ends does not wait for it"
     with pytest.raises(ZeroDivisionError):
-        await worker.run(lambda: 1 // 0)
+        await thread.run(lambda: 1 // 0)
     numbers: list[int] = []
-    await asyncio.gather(*(worker.run(lambda n=n: numbers.append(n)) for n in range(50)))  # type: ignore[misc]
+    await asyncio.gather(*(thread.run(lambda n=n: numbers.append(n)) for n in range(50)))  # type: ignore[misc]
     assert numbers == list(range(50))
 
 
-async def test_a_worker_that_was_stopped_finishes_what_it_has_and_takes_nothing_more(worker: Worker) -> None:
+async def test_a_stopped_thread_finishes_queued_work_and_rejects_new_work(thread: ConnectionThread) -> None:
     may_end = threading.Event()
-    first = asyncio.ensure_future(worker.run(may_end.wait))
-    second = asyncio.ensure_future(worker.run(lambda: "done"))
+    first = asyncio.ensure_future(thread.run(may_end.wait))
+    second = asyncio.ensure_future(thread.run(lambda: "done"))
     await asyncio.sleep(0)
     threading.Timer(0.01, may_end.set).start()
-    worker.stop()
+    thread.stop()
     with pytest.raises(StoreUnavailable, match="the store is closed"):
-        await worker.run(lambda: None)
+        await thread.run(lambda: None)
     assert (await first, await second) == (True, "done")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_work_that_nobody_waits_for_any_more_is_done_and_disturbs_nobody(worker: Worker, fails: bool) -> None:
+async def test_work_of_a_cancelled_caller_is_finished_without_an_error(thread: ConnectionThread, fails: bool) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -474,7 +471,7 @@ async def test_work_that_nobody_waits_for_any_more_is_done_and_disturbs_nobody(w
         if fails:
             raise ZeroDivisionError
 
-    given_up = asyncio.ensure_future(worker.run(work))
+    given_up = asyncio.ensure_future(thread.run(work))
     await asyncio.to_thread(begun.wait)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -482,18 +479,18 @@ async def test_work_that_nobody_waits_for_any_more_is_done_and_disturbs_nobody(w
     may_end.set()
     problems: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
-    assert await worker.run(lambda: "next") == "next"
+    assert await thread.run(lambda: "next") == "next"
     assert problems == []
 
 
-def test_work_whose_event_loop_is_gone_disturbs_nobody(worker: Worker) -> None:
+def test_work_whose_event_loop_is_closed_causes_no_error(thread: ConnectionThread) -> None:
     may_end = threading.Event()
 
     async def ask_and_leave() -> None:
-        asking = asyncio.ensure_future(worker.run(may_end.wait))
+        asking = asyncio.ensure_future(thread.run(may_end.wait))
         await asyncio.sleep(0)
         asking.cancel()
 
     asyncio.run(ask_and_leave())
     may_end.set()
-    assert asyncio.run(worker.run(lambda: "next")) == "next"
+    assert asyncio.run(thread.run(lambda: "next")) == "next"

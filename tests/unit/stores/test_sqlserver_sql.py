@@ -1,4 +1,4 @@
-"""What is said to SQL Server, as far as it can be known without one: one parameter, one transaction, and its locks."""
+"""The statements for SQL Server, as far as they can be tested without a server: parameters, transactions, locks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOCKED = "shards AS s WITH (UPDLOCK, HOLDLOCK, ROWLOCK, INDEX(shards_key))"
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_batch_has_one_parameter_whatever_is_in_it(name: str) -> None:
-    """A statement may have 2,100."""
+    """The limit is 2,100 parameters."""
     sql = BATCHES[name]
     assert sql.count("?") == 1
     assert "%(" not in sql, "which the driver would take for parameters too"
@@ -43,8 +43,8 @@ def test_every_batch_has_one_parameter_whatever_is_in_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_is_one_transaction_and_its_commit_the_last_word(name: str) -> None:
-    """So an error is one from before it; and nobody waits for a client that froze in between."""
+def test_a_write_is_one_transaction_that_ends_with_its_commit(name: str) -> None:
+    """So an error always comes before the commit, and a client that freezes leaves no locks."""
     sql = BATCHES[name]
     assert "SET XACT_ABORT ON;" in sql.partition("BEGIN TRANSACTION;")[0]
     assert sql.count("BEGIN TRANSACTION;") == sql.count("COMMIT TRANSACTION;") == 1
@@ -53,7 +53,7 @@ def test_a_write_is_one_transaction_and_its_commit_the_last_word(name: str) -> N
 
 
 @pytest.mark.parametrize("name", FENCED)
-def test_a_fence_is_looked_at_under_a_lock_that_lasts(name: str) -> None:
+def test_a_fence_is_read_under_a_lock_that_is_kept(name: str) -> None:
     sql = BATCHES[name]
     fence = sql[sql.index("'$.fences'") :].partition(";")[0]
     assert LOCKED in fence
@@ -62,7 +62,7 @@ def test_a_fence_is_looked_at_under_a_lock_that_lasts(name: str) -> None:
     assert sql.index("'$.fences'") < first or name == "RELEASE"
 
 
-def test_a_commit_writes_only_if_all_fences_hold() -> None:
+def test_a_commit_writes_only_if_all_fences_are_valid() -> None:
     sql = BATCHES["COMMIT"]
     condition = "IF (SELECT COUNT(*) FROM @held) = (SELECT COUNT(*) FROM OPENJSON(@doc, '$.fences'))\nBEGIN"
     inside = sql.partition(condition)[2].partition("\nEND;")[0]
@@ -72,14 +72,14 @@ def test_a_commit_writes_only_if_all_fences_hold() -> None:
 
 
 def test_a_batch_stays_under_the_locks_at_which_a_table_would_be_locked_as_a_whole() -> None:
-    text = sqlserver_schema._MIGRATIONS[0].read_text("utf-8")
+    text = sqlserver_schema._MIGRATIONS.texts[0]
     indexes_of_a_row = 1 + len(re.findall(r"CREATE (?:UNIQUE )?INDEX \w+ ON timers", text))
     assert SqlServerStore.capabilities.batch_max * indexes_of_a_row < 5_000
     assert "LOCK_ESCALATION = DISABLE" in text
 
 
 def test_a_timer_is_unique_among_timers_only() -> None:
-    text = sqlserver_schema._MIGRATIONS[0].read_text("utf-8")
+    text = sqlserver_schema._MIGRATIONS.texts[0]
     index = "CREATE UNIQUE INDEX timers_by_id ON timers (shard_id, timer_namespace, timer_id) WHERE row_type = 2;"
     assert index in text
     definition = text[text.index("CREATE TABLE timers (") :].partition("\n);\n")[0]
@@ -89,7 +89,7 @@ def test_a_timer_is_unique_among_timers_only() -> None:
     assert columns == {"shard_id", "row_type", "row_format", *REACHED_COLUMNS}
 
 
-def test_a_commit_says_what_is_written_in_the_order_its_statement_reads_it() -> None:
+def test_a_commit_document_has_its_values_in_the_order_of_the_statement() -> None:
     put, gone = make_timer("put", 5), make_timer("gone")
     ended = make_reached(make_timer("over"))
     batches = [
@@ -112,7 +112,7 @@ def test_a_commit_says_what_is_written_in_the_order_its_statement_reads_it() -> 
         assert len(said[path][0]) == 1 + len(names)
 
 
-def test_numbers_of_sixty_four_bits_and_every_letter_go_through_a_document() -> None:
+def test_a_document_keeps_64_bit_numbers_and_every_character() -> None:
     values = [-(1 << 63), (1 << 63) - 1, "😀\u0001\uffff\"\\'", None, "", True]
     assert msgspec.json.decode(document([values])) == [values]
     assert "\u0001" not in document(values), "control characters are written as \\u0001"
@@ -125,7 +125,7 @@ def test_times_are_exact_to_the_millisecond(time_ms: int) -> None:
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_rows_come_back_as_timers_and_reached_timers(empty: bool) -> None:
+def test_rows_are_decoded_to_timers_and_reached_timers(empty: bool) -> None:
     timer = make_timer(
         payload="" if empty else '{"a":"ü\\u0000"}',
         correlation_id="" if empty else "r",

@@ -1,4 +1,4 @@
-"""The URL of a SQL Server store: what it may say, and what it must not."""
+"""The URL of a SQL Server store: what is allowed, and what is rejected."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def test_the_scheme_opens_a_sql_server_store() -> None:
     assert store.capabilities.name == "sqlserver"
 
 
-def test_the_driver_understands_where_it_is_and_who_asks() -> None:
+def test_the_driver_parses_address_and_user() -> None:
     said = _as_the_driver_reads("sqlserver://me:secret@db.example:1434/timers")
     assert (said["server"], said["database"]) == ("db.example,1434", "timers")
     assert (said["uid"], said["pwd"]) == ("me", "secret")
 
 
-def test_nothing_in_a_password_ends_it_early() -> None:
+def test_special_characters_in_a_password_are_escaped() -> None:
     said = _as_the_driver_reads("sqlserver://m%40e:p%40%3B%7Bx%7D%7D%3Bencrypt%3Dno@h/db%3B1")
     assert (said["uid"], said["pwd"], said["database"]) == ("m@e", "p@;{x}};encrypt=no", "db;1")
     assert "encrypt" not in said
 
 
-def test_a_connection_is_never_mended_in_secret() -> None:
+def test_the_driver_does_not_reconnect_by_itself() -> None:
     assert _as_the_driver_reads("sqlserver://me:x@h/db")["connectretrycount"] == "0"
 
 
@@ -67,8 +67,8 @@ def test_a_managed_identity_needs_no_user() -> None:
         ("sqlserver://me:x@h/db?applicationintent=readonly", "'applicationintent'"),
         ("sqlserver://me:x@h/db?encrypt=true", "encrypt=true"),
         ("sqlserver://me:x@h/db?trustservercertificate=true", "trustservercertificate=true"),
-        ("sqlserver://me:x@h/db?novalue", "cannot be read"),
-        ("sqlserver://me:x@h:port/db", "has a port that is no number"),
+        ("sqlserver://me:x@h/db?novalue", "cannot be parsed"),
+        ("sqlserver://me:x@h:port/db", "has an invalid port"),
         ("sqlserver://me:x@h", "names no database"),
         ("sqlserver://me:x@h/a/b", "names no database"),
         ("sqlserver://h/db", "names no user"),
@@ -77,7 +77,7 @@ def test_a_managed_identity_needs_no_user() -> None:
         ("sqlserver://u:secret@w@h/db", "%40"),
     ],
 )
-def test_a_mistake_is_named(url: str, says: str) -> None:
+def test_a_mistake_in_the_url_is_named(url: str, says: str) -> None:
     with pytest.raises(SetupError, match=r"store\.url") as caught:
         address_of(url)
     assert says in caught.value.detail
@@ -91,7 +91,7 @@ def test_a_password_is_in_no_label() -> None:
     assert "secret" not in repr(address)
 
 
-def test_without_the_driver_one_is_told_how_to_get_it() -> None:
+def test_without_the_driver_the_error_says_how_to_install_it() -> None:
     script = (
         "import sys; sys.modules['mssql_python'] = None\n"
         "from duetime.errors import SetupError\n"

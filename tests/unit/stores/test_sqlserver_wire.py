@@ -1,4 +1,4 @@
-"""SqlServerStore and its driver before a server that knows no SQL: what becomes of errors, and of lost answers.
+"""SqlServerStore and its driver with a fake server that knows no SQL: errors, and lost answers.
 
 Skipped where Microsoft's ODBC driver cannot be loaded: it needs libltdl of the system (Debian: libltdl7).
 """
@@ -20,11 +20,12 @@ from tds_server import TdsServer, done, error, failed, more, null, numbers
 
 from duetime.errors import OutcomeUnknown, SchemaMismatch, SetupError, ShardLost, StoreThrottled, StoreUnavailable
 from duetime.store import Batch, Committed, Fence
-from duetime.stores.sessions import Again
+from duetime.stores.sessions import RetryAtOnce
 from duetime.stores.sqlserver import connection as sqlserver_connection
 from duetime.stores.sqlserver import schema as sqlserver_schema
 from duetime.stores.sqlserver import statements as sqlserver_statements
-from duetime.stores.sqlserver.connection import Abandoned, Line, Link, address_of, ask, connect, setup_error
+from duetime.stores.sqlserver.connection import AbandonedThreads, Connection, SessionPool, address_of, connect, execute
+from duetime.stores.sqlserver.errors import setup_error
 from duetime.testing import make_timer
 
 BATCHES = [Batch(Fence(0, 1, 1), [make_timer("ü")])]
@@ -42,20 +43,20 @@ def _driver() -> None:
 
 
 @pytest.fixture
-def lines() -> Iterator[list[Line]]:
-    made: list[Line] = []
+def lines() -> Iterator[list[SessionPool]]:
+    made: list[SessionPool] = []
     yield made
     for line in made:
         line.drop_connections()
 
 
-def line_to(server: TdsServer, lines: list[Line], deadline_seconds: float = 5.0) -> Line:
-    lines.append(Line(address_of(server.url()), 1, deadline_seconds, 3.0))
+def line_to(server: TdsServer, lines: list[SessionPool], deadline_seconds: float = 5.0) -> SessionPool:
+    lines.append(SessionPool(address_of(server.url()), 1, deadline_seconds, 3.0))
     return lines[-1]
 
 
 def settings(said: str) -> bytes | None:
-    """What a connection says of itself at its beginning."""
+    """The answers to the first statements of a connection."""
     if "SET LANGUAGE" in said:
         return done()
     return numbers((7,)) + done() if "recovery_fork_guid" in said else None
@@ -65,7 +66,7 @@ def answering(answer: bytes | None) -> TdsServer:
     return TdsServer(lambda said: settings(said) or answer)
 
 
-async def test_a_commit_is_one_call_with_one_text_of_any_length(lines: list[Line]) -> None:
+async def test_a_commit_is_one_call_with_one_text_of_any_length(lines: list[SessionPool]) -> None:
     with answering(numbers((0,)) + more() + numbers((0,)) + done()) as server:
         write = line_to(server, lines).write
         for payload in (None, "x" * 300_000, '"ü😀"'):
@@ -84,29 +85,29 @@ async def test_a_commit_is_one_call_with_one_text_of_any_length(lines: list[Line
         (208, "Invalid object name 'timers'.", 16, StoreUnavailable),
         (2628, "String or binary data would be truncated in table 'timers', column 'timer_id'.", 16, StoreUnavailable),
         (8152, "String or binary data would be truncated.", 16, StoreUnavailable),
-        (1205, "Transaction (Process ID 55) was deadlocked on lock resources with another process", 13, Again),
-        (1222, "Lock request time out period exceeded.", 16, Again),
-        (1222, "Lock request time out period exceeded.", 19, Again),
+        (1205, "Transaction (Process ID 55) was deadlocked on lock resources with another process", 13, RetryAtOnce),
+        (1222, "Lock request time out period exceeded.", 16, RetryAtOnce),
+        (1222, "Lock request time out period exceeded.", 19, RetryAtOnce),
         (10928, "Resource ID : 1. The request limit for the database is 60 and has been reached.", 16, StoreThrottled),
         (596, "Cannot continue the execution because the session is in the kill state.", 21, OutcomeUnknown),
         (6005, "SHUTDOWN is in progress.", 20, OutcomeUnknown),
     ],
 )
 async def test_what_an_error_in_the_middle_of_a_commit_means(
-    lines: list[Line], number: int, text: str, severity: int, kind: type[Exception]
+    lines: list[SessionPool], number: int, text: str, severity: int, kind: type[Exception]
 ) -> None:
     with answering(failed(number, text, severity)) as server, pytest.raises(kind, match=re.escape(text[:20])):
         await sqlserver_statements.commit(line_to(server, lines).write, BATCHES)
 
 
-async def test_an_error_of_a_later_statement_is_not_overlooked(lines: list[Line]) -> None:
-    """The first of them has answered by then, and the driver says nothing until it is asked for the next."""
+async def test_an_error_of_a_later_statement_is_raised(lines: list[SessionPool]) -> None:
+    """The first statement has succeeded, and the driver raises nothing until the next result is read."""
     answer = numbers((0,)) + more() + failed(2627, "Violation of PRIMARY KEY constraint", 14)
     with answering(answer) as server, pytest.raises(StoreUnavailable, match="PRIMARY KEY"):
         await sqlserver_statements.commit(line_to(server, lines).write, BATCHES)
 
 
-async def test_a_deadlock_is_tried_again(lines: list[Line]) -> None:
+async def test_a_deadlock_is_retried(lines: list[SessionPool]) -> None:
     answers = [failed(1205, "was deadlocked", 13), failed(1222, "Lock request time out period exceeded.")]
     answers.append(numbers((0,)) + more() + done())
     with TdsServer(lambda said: settings(said) or answers.pop(0)) as server:
@@ -115,13 +116,15 @@ async def test_a_deadlock_is_tried_again(lines: list[Line]) -> None:
         assert not answers
 
 
-async def test_a_fence_that_fails_is_a_loss(lines: list[Line]) -> None:
+async def test_a_fence_that_fails_is_shard_lost(lines: list[SessionPool]) -> None:
     with answering(numbers((5,)) + done()) as server:
         [result] = await sqlserver_statements.release(line_to(server, lines).write, [Fence(0, 1, 1)])
         assert isinstance(result, ShardLost)
 
 
-async def test_a_commit_whose_answer_is_lost_is_unknown_and_the_next_one_connects_anew(lines: list[Line]) -> None:
+async def test_a_commit_whose_answer_is_lost_is_unknown_and_the_next_one_reconnects(
+    lines: list[SessionPool],
+) -> None:
     heard: list[str] = []
 
     def answer(said: str) -> bytes | None:
@@ -138,7 +141,7 @@ async def test_a_commit_whose_answer_is_lost_is_unknown_and_the_next_one_connect
         assert await sqlserver_statements.commit(write, BATCHES) == [Committed()]
 
 
-async def test_a_commit_that_is_not_answered_in_time_is_unknown_and_holds_up_nobody(lines: list[Line]) -> None:
+async def test_a_commit_without_an_answer_in_time_is_unknown_and_blocks_nothing(lines: list[SessionPool]) -> None:
     may_answer = threading.Event()
 
     def answer(said: str) -> bytes | None:
@@ -163,32 +166,32 @@ async def test_a_commit_that_is_not_answered_in_time_is_unknown_and_holds_up_nob
 @pytest.mark.parametrize(
     ("number", "text", "severity", "says"),
     [
-        (18456, "Login failed for user 'me'.", 14, "refuses the user or the password"),
+        (18456, "Login failed for user 'me'.", 14, "rejects the user or the password"),
         (4060, 'Cannot open database "test" requested by the login. The login failed.', 11, "does not exist"),
     ],
 )
-async def test_who_is_not_let_in_is_told_why(number: int, text: str, severity: int, says: str) -> None:
+async def test_a_rejected_login_is_explained(number: int, text: str, severity: int, says: str) -> None:
     with TdsServer(lambda said: None, login=error(number, text, severity) + done(0x02)) as server:
         address = address_of(server.url())
         with pytest.raises(mssql_python.Error) as caught:
             await connect(address)
-        explained = setup_error(address, caught.value)
+        explained = setup_error(address.label, caught.value)
         assert isinstance(explained, SetupError)
         assert says in explained.detail
         assert "secret" not in explained.detail
 
 
-async def test_results_come_in_the_order_of_the_batch(lines: list[Line]) -> None:
+async def test_results_come_in_the_order_of_the_batch(lines: list[SessionPool]) -> None:
     with answering(numbers((1, 2), (3, 4)) + more() + numbers((5,)) + done()) as server:
-        found = await line_to(server, lines).read(lambda link: ask(link, "SELECT …"))
+        found = await line_to(server, lines).read(lambda db: execute(db, "SELECT …"))
         assert found == [[(1, 2), (3, 4)], [(5,)]]
-        assert sqlserver_connection.PORTION_ROWS > 1
+        assert sqlserver_connection.FETCH_ROWS > 1
 
 
-async def test_a_call_makes_the_server_forget_what_the_one_before_prepared_without_another_message(
-    lines: list[Line],
+async def test_a_call_discards_the_previously_prepared_statement_in_the_same_message(
+    lines: list[SessionPool],
 ) -> None:
-    """The driver prepares anew with every call, so that statements would pile up on the server."""
+    """The driver prepares the statement again with every call. Without this, they would accumulate on the server."""
     with answering(numbers((0,)) + more() + numbers((0,)) + done()) as server:
         write = line_to(server, lines).write
         for _ in range(5):
@@ -202,35 +205,35 @@ async def test_a_call_makes_the_server_forget_what_the_one_before_prepared_witho
 
 @pytest.fixture
 def deaf() -> Iterator[TdsServer]:
-    """Logs in and is set up, and from then on hears nothing: statements, or the signal to stop them."""
+    """Answers the login and the settings, and then nothing: neither statements nor the signal to cancel them."""
     with TdsServer(lambda said: settings(said) or b"", attention=False) as server:
         yield server
 
 
-async def test_a_call_is_given_up_from_outside_when_the_driver_would_wait_for_ever(deaf: TdsServer) -> None:
-    """The driver's own limit, a second, is over long before; it waits for the server to confirm that it has stopped."""
-    abandoned = Abandoned(8)
-    link = await connect(address_of(deaf.url()), 3.0, 1, limit_seconds=2.0, abandoned=abandoned)
+async def test_a_call_has_a_limit_also_if_the_driver_waits_without_one(deaf: TdsServer) -> None:
+    """The limit of the driver, a second, is over long before; it waits for the server to confirm the cancellation."""
+    abandoned = AbandonedThreads(8)
+    db = await connect(address_of(deaf.url()), 3.0, 1, limit_seconds=2.0, abandoned=abandoned)
     with pytest.raises(TimeoutError, match="no answer within 2 s"):
-        await asyncio.wait_for(link.run(lambda link: ask(link, "SELECT …")), 10)
-    assert link.is_closed
+        await asyncio.wait_for(db.run(lambda db: execute(db, "SELECT …")), 10)
+    assert db.is_closed
     assert abandoned.count == 1, "its thread is with the driver still"
     with pytest.raises(ConnectionAbortedError):
-        await link.run(lambda link: None)
+        await db.run(lambda db: None)
 
 
-async def test_who_stops_waiting_gives_the_connection_up(deaf: TdsServer) -> None:
-    link = await connect(address_of(deaf.url()))
-    waiting = asyncio.ensure_future(link.run(lambda link: ask(link, "SELECT …")))
+async def test_a_cancelled_caller_terminates_the_connection(deaf: TdsServer) -> None:
+    db = await connect(address_of(deaf.url()))
+    waiting = asyncio.ensure_future(db.run(lambda db: execute(db, "SELECT …")))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert link.is_closed
+    assert db.is_closed
 
 
-async def test_a_write_that_is_given_up_is_unknown_and_the_next_one_has_a_new_connection(
-    deaf: TdsServer, lines: list[Line]
+async def test_a_terminated_write_is_unknown_and_the_next_one_has_a_new_connection(
+    deaf: TdsServer, lines: list[SessionPool]
 ) -> None:
     heard: list[str] = []
 
@@ -244,22 +247,22 @@ async def test_a_write_that_is_given_up_is_unknown_and_the_next_one_has_a_new_co
     write = line_to(deaf, lines, deadline_seconds=0.5).write
     with pytest.raises(OutcomeUnknown, match=r"no answer within 0\.5 s"):
         await asyncio.wait_for(sqlserver_statements.commit(write, BATCHES), 10)
-    lines[0]._sessions._sessions[0]._deadline_seconds = 60.0  # the next one is to be answered, however slowly
+    lines[0]._sessions._sessions[0]._deadline_seconds = 60.0  # the next one is answered, even if slowly
     assert await sqlserver_statements.commit(write, BATCHES) == [Committed()]
 
 
-async def test_threads_that_are_given_up_are_counted_and_limited() -> None:
-    abandoned = Abandoned(2)
+async def test_abandoned_threads_are_counted_and_limited() -> None:
+    abandoned = AbandonedThreads(2)
     may_end = threading.Event()
 
     async def hangs() -> None:
-        link = Link(abandoned, limit_seconds=0.05)
+        db = Connection(abandoned, limit_seconds=0.05)
         with pytest.raises(TimeoutError):
-            await link.run(lambda link: may_end.wait(20))
+            await db.run(lambda db: may_end.wait(20))
 
     await asyncio.gather(hangs(), hangs())
     assert abandoned.count == 2
-    with pytest.raises(StoreUnavailable, match="2 threads still wait"):
+    with pytest.raises(StoreUnavailable, match="2 threads are blocked"):
         await connect(address_of("sqlserver://me:secret@127.0.0.1:1/test"), abandoned=abandoned)
     may_end.set()
     while abandoned.count:  # each ends by itself
@@ -267,24 +270,26 @@ async def test_threads_that_are_given_up_are_counted_and_limited() -> None:
     abandoned.check()
 
 
-async def test_a_line_whose_server_is_deaf_stops_opening_connections(deaf: TdsServer, lines: list[Line]) -> None:
+async def test_a_pool_whose_server_does_not_answer_stops_opening_connections(
+    deaf: TdsServer, lines: list[SessionPool]
+) -> None:
     deaf.answer = lambda said: b""  # not even its settings
-    line = Line(address_of(deaf.url()), 1, 5.0, 0.01)
+    line = SessionPool(address_of(deaf.url()), 1, 5.0, 0.01)
     lines.append(line)
     refusals = []
     for _ in range(sqlserver_connection.ABANDONED_MAX + 2):
         with pytest.raises(StoreUnavailable) as caught:
             await sqlserver_statements.members(line.read)
         refusals.append(caught.value.detail)
-    assert "threads still wait" in refusals[-1]
-    assert "threads still wait" not in refusals[0]
+    assert "threads are blocked" in refusals[-1]
+    assert "threads are blocked" not in refusals[0]
 
 
 # --- rights --------------------------------------------------------------------------------------
 
 
 def found(**answers: bytes) -> TdsServer:
-    """A database without a schema that this user can see; `answers`: to what contains the word."""
+    """A database without a schema that this user can see. `answers`: results of statements that contain the key."""
 
     def answer(said: str) -> bytes:
         if known := settings(said):
@@ -307,7 +312,7 @@ async def test_tables_that_are_hidden_from_this_user_are_not_taken_for_missing(a
     assert not any("BEGIN TRANSACTION" in said for said in server.said)
 
 
-async def test_tables_that_are_missing_are_called_missing() -> None:
+async def test_tables_that_are_missing_are_reported_as_missing() -> None:
     missing = failed(208, "Invalid object name 'duetime_schema'.")
     with found(TOP=missing) as server, pytest.raises(SchemaMismatch, match="no tables yet"):
         await sqlserver_schema.check(address_of(server.url()))

@@ -1,4 +1,4 @@
-"""Rows that cannot be decoded, as far as no server is needed: what all adapters share, and those two that have none."""
+"""Rows that cannot be decoded: what all adapters share, and the two adapters that have no server in the tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from duetime.stores.rows import (
     ERROR_CHARS_MAX,
     REACHED_COLUMNS,
     TIMER_COLUMNS,
-    Reading,
+    RowReader,
     page_of,
     reached_of,
     reached_values,
@@ -86,7 +86,7 @@ def test_a_row_with_one_wrong_value_is_reported_and_its_neighbours_are_read(colu
     ("column", "value"),
     [*WRONG, *((name, None) for name in REACHED_COLUMNS[len(TIMER_COLUMNS) :]), ("timer_outcome", "lost")],
 )
-def test_a_reached_row_with_one_wrong_value_is_refused(column: str, value: object) -> None:
+def test_a_reached_row_with_one_wrong_value_is_an_error(column: str, value: object) -> None:
     row = reached_values(make_reached(full_timer()))
     assert reached_of(row) == make_reached(full_timer())
     with pytest.raises(Exception, match=r"."):
@@ -102,11 +102,11 @@ def test_an_error_is_one_short_line() -> None:
     assert len(found.error) == ERROR_CHARS_MAX
 
 
-def _reading_with(read: Callable[[Any], Timer]) -> Reading:
-    return Reading(timer=read)
+def _reading_with(read: Callable[[Any], Timer]) -> RowReader:
+    return RowReader(timer=read)
 
 
-def test_nothing_is_read_twice_where_nothing_is_wrong() -> None:
+def test_without_errors_no_row_is_decoded_twice() -> None:
     calls: list[object] = []
 
     def read(row: Any) -> Timer:
@@ -121,7 +121,7 @@ def test_nothing_is_read_twice_where_nothing_is_wrong() -> None:
 # --- every error of a call is one of the store ------------------------------------------------------
 
 
-async def test_what_nobody_has_foreseen_is_unavailable_on_a_read_and_unknown_on_a_write() -> None:
+async def test_an_unexpected_error_is_unavailable_on_a_read_and_unknown_on_a_write() -> None:
     async def fails(error: Exception) -> None:
         raise error
 
@@ -138,7 +138,7 @@ async def test_what_nobody_has_foreseen_is_unavailable_on_a_read_and_unknown_on_
 
 
 class Nonsense:
-    """An open store whose database answers everything with something that nobody can decode."""
+    """An open store whose database returns results that cannot be decoded."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -185,7 +185,7 @@ URLS = {
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize("name", URLS)
-async def test_an_answer_that_nobody_can_decode_is_an_error_of_the_store(name: str) -> None:
+async def test_a_result_that_cannot_be_decoded_is_a_store_error(name: str) -> None:
     store: Any = open_store(URLS[name])
     for attribute in ("_sessions", "_opened"):
         if hasattr(store, attribute):
@@ -223,7 +223,7 @@ both = pytest.mark.parametrize("dialect", [ORACLE, SQLSERVER], ids=["oracle", "s
 
 
 def rows_of(dialect: Dialect, timers: Sequence[Timer], wrong: int) -> list[tuple[Any, ...]]:
-    """As the driver gives them, of which one has options that are no timer's."""
+    """Rows as the driver returns them. One of them has options that cannot be decoded."""
     rows = [tuple(dialect[2](0, timer)[1:]) for timer in timers]
     text: Any = '{"t": 5}'
     rows[wrong] = spoilt(rows[wrong], "timer_options", text.encode() if dialect is ORACLE else text)
@@ -237,7 +237,7 @@ def ends_of(dialect: Dialect, generations: Sequence[int], wrong: int) -> list[tu
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, dialect: Dialect, answer: Callable[[str], Any]) -> Any:
-    """Something that runs work, with `answer` in place of the driver: it gives the rows of a statement."""
+    """Runs work with `answer` in place of the driver: it returns the rows of a statement."""
     if dialect is ORACLE:
 
         async def fetched(db: Any, sql: str, values: Any, enough: Any = None) -> Any:
@@ -247,11 +247,11 @@ def answering(monkeypatch: pytest.MonkeyPatch, dialect: Dialect, answer: Callabl
             return await work(None)
 
         for module in dialect[:2]:
-            monkeypatch.setattr(module, "fetched", fetched)
+            monkeypatch.setattr(module, "fetch", fetched)
         return run
     for module in dialect[:2]:
-        monkeypatch.setattr(module, "ask", lambda link, sql, said=None: answer(sql))
-    monkeypatch.setattr(sqlserver_statements, "ask_until", lambda link, sql, said, enough: answer(sql))
+        monkeypatch.setattr(module, "execute", lambda link, sql, said=None: answer(sql))
+    monkeypatch.setattr(sqlserver_statements, "fetch_until", lambda link, sql, said, enough: answer(sql))
 
     async def run_here(work: Callable[[Any], Any]) -> Any:
         return work(None)
@@ -261,7 +261,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, dialect: Dialect, answer: Callabl
 
 @both
 @pytest.mark.parametrize("wrong", [0, 1, 2])
-async def test_a_page_of_theirs_goes_on_behind_it(
+async def test_a_page_continues_after_an_unreadable_row(
     monkeypatch: pytest.MonkeyPatch, dialect: Dialect, wrong: int
 ) -> None:
     timers = [full_timer(f"t-{number}", 100 + number) for number in range(4)]
@@ -273,7 +273,7 @@ async def test_a_page_of_theirs_goes_on_behind_it(
 
 
 @both
-async def test_a_get_of_theirs_tells_it_and_looks_for_older_ends(
+async def test_a_get_reports_an_unreadable_timer_and_reads_older_reached_rows(
     monkeypatch: pytest.MonkeyPatch, dialect: Dialect
 ) -> None:
     keys = [(0, TimerKey("test", "timer")), (0, TimerKey("test", "none"))]
@@ -297,7 +297,7 @@ async def test_a_get_of_theirs_tells_it_and_looks_for_older_ends(
 
 
 @both
-async def test_a_list_of_theirs_counts_it(monkeypatch: pytest.MonkeyPatch, dialect: Dialect) -> None:
+async def test_a_list_counts_unreadable_rows(monkeypatch: pytest.MonkeyPatch, dialect: Dialect) -> None:
     timers = [full_timer(f"t-{number}", 100 + number) for number in range(3)]
     rows = [(*row, 0) for row in rows_of(dialect, timers, 1)]
     run = answering(monkeypatch, dialect, lambda sql: rows if dialect is ORACLE else [rows])
@@ -309,7 +309,7 @@ async def test_a_list_of_theirs_counts_it(monkeypatch: pytest.MonkeyPatch, diale
 
 
 @both
-async def test_a_namespace_of_theirs_is_left_out(monkeypatch: pytest.MonkeyPatch, dialect: Dialect) -> None:
+async def test_an_unreadable_namespace_is_left_out(monkeypatch: pytest.MonkeyPatch, dialect: Dialect) -> None:
     rows = [("a", '{"name":"a","numShards":1,"createdAtMs":1}'), ("b", '{"name":5}')]
     run = answering(monkeypatch, dialect, lambda sql: rows if dialect is ORACLE else [rows])
     assert await dialect[0].namespaces(run) == [Namespace(name="a", num_shards=1, created_at_ms=1)]

@@ -27,9 +27,9 @@ from duetime.stores.cassandra.statements import (
     position_in,
     shard_row,
 )
-from duetime.stores.fencing import each_by_itself
-from duetime.stores.merging import Piece, Scan, matching, merged
-from duetime.stores.rows import ENDS_MAX, Row, found_of, page_of, place_of
+from duetime.stores.fencing import each_shard_separately
+from duetime.stores.merging import Scan, ScanResult, match_row, merge_scans
+from duetime.stores.rows import REACHED_ROWS_MAX, Row, found_of, page_of, position_of
 
 __all__ = ["Reader"]
 
@@ -76,7 +76,7 @@ class Reader:
 
     async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
         """Each shard has its own result: the replicas of one may be down."""
-        return await each_by_itself(requests, [request.shard_id for request in requests], self._load)
+        return await each_shard_separately(requests, [request.shard_id for request in requests], self._load)
 
     async def _load(self, request: PageRequest) -> Page:
         """Other pages wait for this one, so it reads only a limited number of ranges with many tombstones."""
@@ -95,7 +95,7 @@ class Reader:
                 return page_of(found, passed)
             if len(rows) < count:
                 return page_of(found, None)
-            after = place_of(found[-1])
+            after = position_of(found[-1])
             if len(found) >= request.limit or chars >= LOAD_CHARS_MAX:
                 return page_of(found, after)
             fitting = max(ROWS_PER_READ, LOAD_CHARS_MAX // (chars // len(found) + 1))
@@ -132,7 +132,7 @@ class Reader:
             rows = await self._read(self._statements.rows, shard_id, wanted)
             if len(rows) < len(wanted):
                 continue
-            at = {(row[-1], place_of(row)): row for row in rows}
+            at = {(row[-1], position_of(row)): row for row in rows}
             return [
                 await self._found(
                     shard_id,
@@ -149,7 +149,7 @@ class Reader:
         if newest is None or found.reached is not None:
             return found
         # The newest row cannot be decoded: look for an older one.
-        orders = await self._read(self._statements.newest, shard_id, [(id_[2], id_[3])], ENDS_MAX)
+        orders = await self._read(self._statements.newest, shard_id, [(id_[2], id_[3])], REACHED_ROWS_MAX)
         wanted = [(REACHED, *position_in(order), b"") for _, _, order in orders]
         return found_of(timer, await self._read(self._statements.rows, shard_id, wanted))
 
@@ -187,20 +187,20 @@ class Reader:
     async def list_timers(self, query: ListQuery) -> Listing:
         lower_bounds = {row[0]: lower_bounds_of(row) for row in await self._shard_rows(query.num_shards)}
 
-        async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+        async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
             return await asyncio.gather(*(self._scan(query, scan, lower_bounds.get(scan.shard_id)) for scan in scans))
 
-        return await merged(query, fetch)
+        return await merge_scans(query, fetch)
 
-    async def _scan(self, query: ListQuery, scan: Scan, lower_bounds: LowerBounds | None) -> Piece:
+    async def _scan(self, query: ListQuery, scan: Scan, lower_bounds: LowerBounds | None) -> ScanResult:
         if lower_bounds is None:  # no such shard
-            return Piece((), True)
+            return ScanResult((), True)
         ended = bool(query.outcomes)
         bound_from_ms = lower_bounds.reached_from_ms if ended else lower_bounds.timers_from_ms
         after = scan.after if bound_from_ms is None else max(scan.after, end_of(bound_from_ms - 1))
         statement = self._statements.list_reached if ended else self._statements.load
         rows, _ = await self._ranges.between(statement, scan.shard_id, after, scan.until_ms, scan.count)
-        return Piece([(place_of(row), matching(query, row)) for row in rows], len(rows) < scan.count)
+        return ScanResult([(position_of(row), match_row(query, row)) for row in rows], len(rows) < scan.count)
 
 
 def _by_id(row: ShardRow) -> int:

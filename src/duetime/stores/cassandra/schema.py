@@ -18,6 +18,7 @@ from importlib import resources
 from typing import Any
 
 from duetime.errors import SchemaMismatch, SetupError, StoreError, StoreUnavailable
+from duetime.store import Danger, Diagnosis
 from duetime.stores.cassandra.address import Address
 from duetime.stores.cassandra.connection import Connection, connect
 from duetime.stores.cassandra.errors import setup_error
@@ -242,19 +243,22 @@ async def _check_rights(address: Address, connection: Connection) -> None:
 # --- diagnose ------------------------------------------------------------------------------------
 
 
-def _dangers(settings: dict[str, dict[str, str]]) -> list[str]:
+def _dangers(settings: dict[str, dict[str, str]]) -> list[Danger]:
     """Warnings about the settings of each node."""
     periodic = [node for node, values in settings.items() if values.get("commitlog_sync") == "periodic"]
     if not periodic:
         return []
     return [
-        f"commitlog_sync is periodic on {', '.join(sorted(periodic))}: nodes that crash together lose timers that"
-        " were acknowledged; set commitlog_sync: batch (or group) in cassandra.yaml"
+        Danger(
+            f"commitlog_sync is periodic on {', '.join(sorted(periodic))}",
+            "nodes that crash together lose timers that were acknowledged; set commitlog_sync: batch (or group) in"
+            " cassandra.yaml",
+        )
     ]
 
 
-async def diagnose(address: Address) -> list[str]:
-    """Sentences about the cluster; those that start with "danger: " are about settings that may lose timers."""
+async def diagnose(address: Address) -> Diagnosis:
+    """Facts about the cluster, and which of the settings can lose acknowledged timers."""
     async with _connected(address) as connection:
         [[version, name]] = await connection.execute("SELECT release_version, cluster_name FROM system.local")
         nodes = ", ".join(f"{count} in {position}" for position, count in sorted(connection.nodes().items()))
@@ -267,7 +271,7 @@ async def diagnose(address: Address) -> list[str]:
         sentences += _settings_text(settings)
         found = await _recognise(address, connection)
         sentences.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
-        return sentences + [f"danger: {text}" for text in _dangers(settings)]
+        return Diagnosis(sentences, _dangers(settings))
 
 
 def _copies(replication: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from duetime.store import (
     Capabilities,
     Claim,
     Committed,
+    Diagnosis,
     Fence,
     Found,
     Listing,
@@ -90,7 +91,7 @@ class CassandraStore:
         if opened is not None:
             await opened.close()
 
-    async def diagnose(self) -> list[str]:
+    async def diagnose(self) -> Diagnosis:
         """Sentences about the server for `duetime doctor`. The store need not be open."""
         return await schema.diagnose(self._address)
 
@@ -148,7 +149,7 @@ class CassandraStore:
     @writing
     async def ensure_shards(self, count: int) -> None:
         """Write the rows first and the number of shards last: readers read only that many rows."""
-        await self._open.outliving(self._ensure_shards(self._open, count))
+        await self._open.run_to_end(self._ensure_shards(self._open, count))
 
     async def _ensure_shards(self, opened: _Open, count: int) -> None:
         known = await opened.reader.shard_count()
@@ -164,17 +165,17 @@ class CassandraStore:
 
     @writing
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
-        return await self._open.outliving(self._open.writer.claim(claims))
+        return await self._open.run_to_end(self._open.writer.claim(claims))
 
     @writing
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
-        return await self._open.outliving(self._open.writer.release(fences))
+        return await self._open.run_to_end(self._open.writer.release(fences))
 
     # -- timers
 
     @writing
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:
-        return await self._open.outliving(self._open.writer.commit(batches))
+        return await self._open.run_to_end(self._open.writer.commit(batches))
 
     @reading
     async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
@@ -190,7 +191,7 @@ class CassandraStore:
 
     @writing
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
-        return await self._open.outliving(self._open.writer.purge(fences, before_ms, limit))
+        return await self._open.run_to_end(self._open.writer.purge(fences, before_ms, limit))
 
     # -- namespaces
 
@@ -219,7 +220,7 @@ class _Open:
         self.lister = Reader(lists, statements)
         self._clients = (data, lists, membership)
         self._background = BackgroundTasks()
-        self.outliving = self._background.outliving
+        self.run_to_end = self._background.run_to_end
 
     @classmethod
     async def ready(cls, address: Address) -> _Open:

@@ -44,7 +44,7 @@ from duetime.stores.cassandra.statements import (
     shard_row,
     without_nulls,
 )
-from duetime.stores.fencing import NOTHING_REPLACED, as_a_whole, each_by_itself, lost
+from duetime.stores.fencing import NOTHING_REPLACED, all_or_error, each_shard_separately, lost
 from duetime.stores.rows import FIRST_MS, bound_ms, reached_values, timer_values
 
 __all__ = ["Writer"]
@@ -79,13 +79,15 @@ class Writer:
         return await self._each(fences, shard_ids, lambda f: self._purge(f, before_ms, limit))
 
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
-        return as_a_whole(await self._each(fences, [fence.shard_id for fence in fences], self._release))
+        return all_or_error(await self._each(fences, [fence.shard_id for fence in fences], self._release))
 
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
-        return as_a_whole(await self._each(claims, [claim.shard_id for claim in claims], self._claim))
+        return all_or_error(await self._each(claims, [claim.shard_id for claim in claims], self._claim))
 
     async def new_shards(self, shard_ids: Sequence[int]) -> None:
-        as_a_whole(await self._each(shard_ids, shard_ids, lambda s: self._client.write(self._statements.new_shard, s)))
+        all_or_error(
+            await self._each(shard_ids, shard_ids, lambda s: self._client.write(self._statements.new_shard, s))
+        )
 
     async def _each(
         self, items: Sequence[I], shard_ids: Sequence[int], one: Callable[[I], Awaitable[T]]
@@ -94,7 +96,7 @@ class Writer:
             async with self._locks.setdefault(item[0], asyncio.Lock()), self._limit:
                 return await one(item[1])
 
-        return await each_by_itself(list(zip(shard_ids, items, strict=True)), shard_ids, under_lock)
+        return await each_shard_separately(list(zip(shard_ids, items, strict=True)), shard_ids, under_lock)
 
     # -- one shard
 

@@ -64,7 +64,7 @@ class DynamoClient:
         self._boot_ms = SystemClock().boot_ms
         self._exit = contextlib.AsyncExitStack()
         self._background = BackgroundTasks()
-        self.outliving = self._background.outliving
+        self.run_to_end = self._background.run_to_end
         if address.ca_file is not None:
             try:
                 ssl.create_default_context(cafile=address.ca_file)  # the driver's error does not name the file

@@ -18,9 +18,9 @@ from duetime.store import Found, Listing, ListQuery, Page, PageRequest
 from duetime.stores.dynamodb import rows as items
 from duetime.stores.dynamodb.connection import Run
 from duetime.stores.dynamodb.rows import Item, number, text
-from duetime.stores.fencing import each_by_itself
-from duetime.stores.merging import Piece, Scan, matching, merged
-from duetime.stores.rows import Ends, bound_ms, found_by_key, page_of
+from duetime.stores.fencing import each_shard_separately
+from duetime.stores.merging import Scan, ScanResult, match_row, merge_scans
+from duetime.stores.rows import StoredRows, bound_ms, found_by_key, page_of
 
 __all__ = ["Tables", "all_of", "get_many", "list_timers", "load", "rows_by_position"]
 
@@ -89,7 +89,7 @@ async def load(run: Run, tables: Tables, requests: Sequence[PageRequest]) -> lis
     """Each request has its own result: one partition may be throttled, and the others not."""
     answers_max = max(1, _ANSWERS_MAX // max(1, len(requests)))
     shard_ids = [request.shard_id for request in requests]
-    return await each_by_itself(requests, shard_ids, lambda request: _load(run, tables, request, answers_max))
+    return await each_shard_separately(requests, shard_ids, lambda request: _load(run, tables, request, answers_max))
 
 
 async def _load(run: Run, tables: Tables, request: PageRequest, answers_max: int) -> Page:
@@ -97,9 +97,9 @@ async def _load(run: Run, tables: Tables, request: PageRequest, answers_max: int
     last = items.up_to(items.TIMER, bound_ms(request.until_ms))
     found, ended = await rows_by_position(run, tables, request.shard_id, first, last, request.limit + 1, answers_max)
     if ended and len(found) <= request.limit:
-        return page_of(found, None, items.READING)
+        return page_of(found, None, items.ROW_READER)
     del found[request.limit :]
-    return page_of(found, items.position_of(found[-1]), items.READING)
+    return page_of(found, items.position_of(found[-1]), items.ROW_READER)
 
 
 def _bound(position: Position) -> Position:
@@ -114,13 +114,13 @@ async def get_many(run: Run, tables: Tables, keys: Sequence[tuple[int, TimerKey]
 
 
 async def _get(run: Run, tables: Tables, shard_id: int, key: TimerKey) -> Found:
-    async def read(_: object, ends_max: int) -> Ends[TimerKey]:
+    async def read(_: object, ends_max: int) -> StoredRows[TimerKey]:
         found = await _stored(run, tables, shard_id, key, ends_max)
         timer = found.pop(0) if found and items.is_timer(found[0]) else None
         ends = found[:ends_max]
         return {} if timer is None else {key: timer}, {key: ends} if ends else {}
 
-    return (await found_by_key([key], read, items.READING))[key]
+    return (await found_by_key([key], read, items.ROW_READER))[key]
 
 
 async def _stored(run: Run, tables: Tables, shard_id: int, key: TimerKey, ends_max: int) -> list[Item]:
@@ -150,12 +150,14 @@ async def list_timers(run: Run, tables: Tables, query: ListQuery) -> Listing:
     """Filtered here: the service charges also for items that its own filter removes."""
     row_type = items.REACHED if query.outcomes else items.TIMER
 
-    async def scanned(scan: Scan) -> Piece:
+    async def scanned(scan: Scan) -> ScanResult:
         first, last = items.after(row_type, _bound(scan.after)), items.up_to(row_type, bound_ms(scan.until_ms))
         found, ended = await rows_by_position(run, tables, scan.shard_id, first, last, scan.count, _ANSWERS_MAX)
-        return Piece([(items.position_of(item), matching(query, item, items.READING)) for item in found], ended)
+        return ScanResult(
+            [(items.position_of(item), match_row(query, item, items.ROW_READER)) for item in found], ended
+        )
 
-    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
         return list(await asyncio.gather(*(scanned(scan) for scan in scans)))
 
-    return await merged(query, fetch)
+    return await merge_scans(query, fetch)

@@ -21,7 +21,7 @@ import msgspec
 
 from duetime.domain.timer import ROW_FORMAT, Position, Reached, Timer, TimerKey
 from duetime.store import Member, ShardRow
-from duetime.stores.rows import LARGEST, Reading, check_types, reached_of, reached_values, timer_of, timer_values
+from duetime.stores.rows import LARGEST, RowReader, check_types, reached_of, reached_values, timer_of, timer_values
 
 __all__ = [
     "CLUSTER_KEY",
@@ -29,7 +29,7 @@ __all__ = [
     "NAMESPACE",
     "POSITIONS",
     "REACHED",
-    "READING",
+    "ROW_READER",
     "SCHEMA",
     "SHARD",
     "TIMER",
@@ -197,7 +197,7 @@ def _name_of(item: Item) -> tuple[str, str]:
     return namespace.decode(), timer_id.decode()
 
 
-READING: Final = Reading(timer=timer_of_item, reached=reached_of_item, place=position_of, name=_name_of)
+ROW_READER: Final = RowReader(timer=timer_of_item, reached=reached_of_item, position=position_of, key=_name_of)
 
 
 # --- shards and members --------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
+from duetime.store import Danger, Diagnosis
 from duetime.stores.dynamodb import rows as items
 from duetime.stores.dynamodb.address import Address
 from duetime.stores.dynamodb.connection import ConnectionPool, DynamoClient
@@ -217,18 +218,20 @@ async def _check_permissions(address: Address, pool: ConnectionPool) -> None:
         await pool.call_once("query", **timers, **index, **condition, ConsistentRead=True, Limit=1)
 
 
-def _dangers(address: Address, described: Iterable[Mapping[str, Any]]) -> list[str]:
-    sentences = []
+def _dangers(address: Address, described: Iterable[Mapping[str, Any]]) -> list[Danger]:
+    dangers = []
     if address.endpoint is not None and not (urlsplit(address.endpoint).hostname or "").endswith(_AMAZON):
-        sentences.append(f"{address.endpoint} is not Amazon's: an emulator may lose acknowledged timers")
+        dangers.append(Danger(f"{address.endpoint} is not Amazon's", "an emulator may lose acknowledged timers"))
     for description in described:
         replicas = [replica["RegionName"] for replica in description.get("Replicas") or ()]
         if replicas:
-            sentences.append(
-                f"{description['TableName']} is replicated to {', '.join(replicas)}: a region that takes over may lack"
-                " what was acknowledged, and instances must all use the same region"
+            dangers.append(
+                Danger(
+                    f"{description['TableName']} is replicated to {', '.join(replicas)}",
+                    "a region that takes over may lack acknowledged timers, and all instances must use the same region",
+                )
             )
-    return sentences
+    return dangers
 
 
 # --- for tests and for the doctor ----------------------------------------------------------------
@@ -265,15 +268,15 @@ def _chunks(things: Iterable[T], size: int) -> Iterator[list[T]]:
         yield piece
 
 
-async def diagnose(address: Address) -> list[str]:
-    """Sentences about the tables; those that start with "danger: " are about settings that may lose timers."""
+async def diagnose(address: Address) -> Diagnosis:
+    """Facts about the tables, and which of the settings can lose acknowledged timers."""
     async with _opened(address) as pool:
         described = {table: await _described(pool, table) for table in _table_keys(address)}
         sentences = [_table_sentence(table, description) for table, description in described.items()]
         existing = [description for description in described.values() if description is not None]
         found = await _version(address, pool) if described[address.cluster] is not None else 0
         sentences.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
-        return sentences + [f"danger: {danger}" for danger in _dangers(address, existing)]
+        return Diagnosis(sentences, _dangers(address, existing))
 
 
 def _table_sentence(table: str, description: Mapping[str, Any] | None) -> str:

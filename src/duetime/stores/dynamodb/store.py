@@ -23,6 +23,7 @@ from duetime.store import (
     Capabilities,
     Claim,
     Committed,
+    Diagnosis,
     Fence,
     Found,
     Listing,
@@ -92,7 +93,7 @@ class DynamoStore:
         if opened is not None:
             await opened.client.close()
 
-    async def diagnose(self) -> list[str]:
+    async def diagnose(self) -> Diagnosis:
         """Sentences about the tables for `duetime doctor`. The store need not be open."""
         return await schema.diagnose(self._address)
 
@@ -107,12 +108,12 @@ class DynamoStore:
     @writing
     async def join(self, member: Member) -> None:
         opened = self._open
-        await opened.client.outliving(writes.join(opened.membership.write, opened.tables, member))
+        await opened.client.run_to_end(writes.join(opened.membership.write, opened.tables, member))
 
     @writing
     async def heartbeat(self, instance_id: str, counter: int) -> int:
         opened = self._open
-        await opened.client.outliving(writes.heartbeat(opened.membership.write, opened.tables, instance_id, counter))
+        await opened.client.run_to_end(writes.heartbeat(opened.membership.write, opened.tables, instance_id, counter))
         if not opened.client.clock.is_known:
             raise StoreUnavailable("dynamodb: its answers have no Date, so its time is not known")
         return opened.client.clock.now_ms(opened.client.boot_ms())
@@ -125,12 +126,12 @@ class DynamoStore:
     async def mark_dead(self, instance_id: str, counter: int) -> bool:
         opened = self._open
         work = writes.mark_dead(opened.membership.write, opened.tables, instance_id, counter)
-        return await opened.client.outliving(work)
+        return await opened.client.run_to_end(work)
 
     @writing
     async def forget_member(self, instance_id: str) -> None:
         opened = self._open
-        await opened.client.outliving(writes.forget_member(opened.membership.write, opened.tables, instance_id))
+        await opened.client.run_to_end(writes.forget_member(opened.membership.write, opened.tables, instance_id))
 
     # -- shards
 
@@ -138,7 +139,7 @@ class DynamoStore:
     async def ensure_shards(self, count: int) -> None:
         opened = self._open
         work = writes.ensure_shards(opened.reads.read, opened.changes.write, opened.tables, count)
-        await opened.client.outliving(work)
+        await opened.client.run_to_end(work)
 
     @reading
     async def shards(self) -> list[ShardRow]:
@@ -147,12 +148,12 @@ class DynamoStore:
     @writing
     async def claim(self, claims: Sequence[Claim]) -> list[ShardRow]:
         opened = self._open
-        return await opened.client.outliving(writes.claim(opened.changes.write, opened.tables, claims))
+        return await opened.client.run_to_end(writes.claim(opened.changes.write, opened.tables, claims))
 
     @writing
     async def release(self, fences: Sequence[Fence]) -> list[ShardLost | None]:
         opened = self._open
-        return await opened.client.outliving(writes.release(opened.changes.write, opened.tables, fences))
+        return await opened.client.run_to_end(writes.release(opened.changes.write, opened.tables, fences))
 
     # -- timers
 
@@ -160,7 +161,7 @@ class DynamoStore:
     async def commit(self, batches: Sequence[Batch]) -> list[Committed | StoreError]:
         opened = self._open
         work = writes.commit(opened.reads.read, opened.commits.write, opened.tables, batches)
-        return await opened.client.outliving(work)
+        return await opened.client.run_to_end(work)
 
     @reading
     async def load(self, requests: Sequence[PageRequest]) -> list[Page | StoreError]:
@@ -178,7 +179,7 @@ class DynamoStore:
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
         opened = self._open
         work = writes.purge_reached(opened.lists.read, opened.changes.write, opened.tables, fences, before_ms, limit)
-        return await opened.client.outliving(work)
+        return await opened.client.run_to_end(work)
 
     # -- namespaces
 
@@ -190,7 +191,7 @@ class DynamoStore:
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
         opened = self._open
         work = writes.put_namespace(opened.changes.write, opened.tables, namespace, expected_revision)
-        return await opened.client.outliving(work)
+        return await opened.client.run_to_end(work)
 
 
 class _Open:

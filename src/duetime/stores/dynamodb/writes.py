@@ -37,7 +37,7 @@ from duetime.stores.dynamodb.connection import Run
 from duetime.stores.dynamodb.errors import CONDITION_FAILED, ConditionFailed
 from duetime.stores.dynamodb.reads import Tables, all_of, rows_by_position
 from duetime.stores.dynamodb.rows import number, text
-from duetime.stores.fencing import NOTHING_REPLACED, as_a_whole, each_by_itself, in_steps, lost
+from duetime.stores.fencing import NOTHING_REPLACED, all_or_error, each_shard_separately, in_steps, lost
 from duetime.stores.rows import as_json, bound_ms, namespaces_of
 
 __all__ = [
@@ -180,7 +180,7 @@ async def shards(run: Run, tables: Tables) -> list[ShardRow]:
 async def ensure_shards(read: Run, write: Run, tables: Tables, count: int) -> None:
     existing = {row.shard_id for row in await shards(read, tables)}
     missing = [shard_id for shard_id in range(count) if shard_id not in existing]
-    as_a_whole(await each_by_itself(missing, missing, lambda shard_id: _ensure_shard(write, tables, shard_id)))
+    all_or_error(await each_shard_separately(missing, missing, lambda shard_id: _ensure_shard(write, tables, shard_id)))
 
 
 async def _ensure_shard(run: Run, tables: Tables, shard_id: int) -> None:
@@ -194,7 +194,9 @@ async def _ensure_shard(run: Run, tables: Tables, shard_id: int) -> None:
 
 
 async def claim(run: Run, tables: Tables, claims: Sequence[Claim]) -> list[ShardRow]:
-    answers = as_a_whole(await each_by_itself(claims, [c.shard_id for c in claims], lambda c: _claim(run, tables, c)))
+    answers = all_or_error(
+        await each_shard_separately(claims, [c.shard_id for c in claims], lambda c: _claim(run, tables, c))
+    )
     rows = {row.shard_id: row for row in answers}  # of several claims of one shard: as after the last one
     return [rows[claim.shard_id] for claim in claims]
 
@@ -225,7 +227,9 @@ async def _claim(run: Run, tables: Tables, claim: Claim) -> ShardRow:
 
 
 async def release(run: Run, tables: Tables, fences: Sequence[Fence]) -> list[ShardLost | None]:
-    return as_a_whole(await each_by_itself(fences, [f.shard_id for f in fences], lambda f: _release(run, tables, f)))
+    return all_or_error(
+        await each_shard_separately(fences, [f.shard_id for f in fences], lambda f: _release(run, tables, f))
+    )
 
 
 async def _release(run: Run, tables: Tables, fence: Fence) -> ShardLost | None:
@@ -255,7 +259,7 @@ async def _release(run: Run, tables: Tables, fence: Fence) -> ShardLost | None:
 async def commit(read: Run, write: Run, tables: Tables, batches: Sequence[Batch]) -> list[Committed | StoreError]:
     """Each batch succeeds or fails by itself: one shard that is throttled does not delay the others."""
     shard_ids = [batch.fence.shard_id for batch in batches]
-    return await each_by_itself(batches, shard_ids, lambda batch: _commit(read, write, tables, batch))
+    return await each_shard_separately(batches, shard_ids, lambda batch: _commit(read, write, tables, batch))
 
 
 async def _commit(read: Run, write: Run, tables: Tables, batch: Batch) -> Committed | ShardLost:
@@ -310,7 +314,9 @@ async def purge_reached(
     read: Run, write: Run, tables: Tables, fences: Sequence[Fence], before_ms: int, limit: int
 ) -> list[int | StoreError]:
     shard_ids = [fence.shard_id for fence in fences]
-    return await each_by_itself(fences, shard_ids, lambda f: _purge(read, in_steps(write), tables, f, before_ms, limit))
+    return await each_shard_separately(
+        fences, shard_ids, lambda f: _purge(read, in_steps(write), tables, f, before_ms, limit)
+    )
 
 
 async def _purge(read: Run, write: Run, tables: Tables, fence: Fence, before_ms: int, limit: int) -> int | ShardLost:

@@ -197,18 +197,20 @@ class SessionPool:
         return [session.driver_session.session_id["id"] for session in self._sessions]
 
     async def read(self, work: Work[T]) -> T:
-        return await self._background.outliving(
+        return await self._background.run_to_end(
             self._run(lambda session: self._run_plain(session, work, writing=False))
         )
 
     async def write(self, work: Work[T]) -> T:
         """Work with one writing command, which must be the last command."""
-        return await self._background.outliving(self._run(lambda session: self._run_plain(session, work, writing=True)))
+        return await self._background.run_to_end(
+            self._run(lambda session: self._run_plain(session, work, writing=True))
+        )
 
     async def transaction(self, work: Work[T]) -> T:
         """All of the work is applied, or nothing. It is run again from the start if it conflicts with another
         transaction."""
-        return await self._background.outliving(self._run(lambda session: self._run_transaction(session, work)))
+        return await self._background.run_to_end(self._run(lambda session: self._run_transaction(session, work)))
 
     async def close(self) -> None:
         """Wait for work in progress, for a limited time, then close."""

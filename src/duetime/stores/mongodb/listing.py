@@ -10,13 +10,13 @@ from bson.datetime_ms import DatetimeMS
 
 from duetime.domain.timer import Reached, Timer
 from duetime.store import Listing, ListQuery, Unreadable
-from duetime.stores.merging import Item, Piece, Scan, matching, merged
+from duetime.stores.merging import Item, Scan, ScanResult, match_row, merge_scans
 from duetime.stores.mongodb.connection import Session
 from duetime.stores.mongodb.rows import (
     BY_CORRELATION,
     IN_ORDER,
     REACHED,
-    READING,
+    ROW_READER,
     TIMER,
     Document,
     bounds,
@@ -31,13 +31,13 @@ async def list_timers(run: Run, query: ListQuery) -> Listing:
     """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
     projection = _projection(query)
 
-    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
         return await gather_all([run(partial(_fetch, query=query, scan=scan, projection=projection)) for scan in scans])
 
-    return await merged(query, fetch, in_one_scan=query.correlation_id is not None)
+    return await merge_scans(query, fetch, in_order=query.correlation_id is not None)
 
 
-async def _fetch(session: Session, query: ListQuery, scan: Scan, projection: Document) -> Piece:
+async def _fetch(session: Session, query: ListQuery, scan: Scan, projection: Document) -> ScanResult:
     row_type = REACHED if query.outcomes else TIMER
     condition: Document = {}
     if query.correlation_id is None:
@@ -47,16 +47,16 @@ async def _fetch(session: Session, query: ListQuery, scan: Scan, projection: Doc
         index, found = "by_correlation", bounds(BY_CORRELATION, leading, scan.after, scan.until_ms)
         condition = {"shard_id": {"$lt": scan.shard_id}}
     if found is None:
-        return Piece((), ended=True)
+        return ScanResult((), ended=True)
     cursor = session.timers.find(condition, projection, session=session.driver_session)
     documents = await between(cursor, index, found, scan.count).to_list()
-    items: list[Item] = [(READING.place(document), _found(document, query)) for document in documents]
-    return Piece(items, len(items) < scan.count)
+    items: list[Item] = [(ROW_READER.position(document), _found(document, query)) for document in documents]
+    return ScanResult(items, len(items) < scan.count)
 
 
 def _found(document: Document, query: ListQuery) -> Timer | Reached | Unreadable | None:
     whole = document.get("whole")
-    return None if whole is None else matching(query, whole, READING)
+    return None if whole is None else match_row(query, whole, ROW_READER)
 
 
 def _projection(query: ListQuery) -> Document:

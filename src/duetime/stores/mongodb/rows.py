@@ -23,7 +23,7 @@ from duetime.stores.rows import (
     REACHED_COLUMNS,
     TIMER_COLUMNS,
     TIMES,
-    Reading,
+    RowReader,
     bound_ms,
     check_types,
     reached_of,
@@ -162,7 +162,7 @@ def _name(document: Mapping[str, Any]) -> tuple[Any, Any]:
     return document.get("timer_namespace"), document.get("timer_id")
 
 
-READING: Final = Reading(timer=timer_in, reached=reached_in, place=_position, name=_name)
+ROW_READER: Final = RowReader(timer=timer_in, reached=reached_in, position=_position, key=_name)
 
 
 def free_shard(shard_id: int) -> Document:

@@ -16,6 +16,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.uri_parser import parse_uri
 
 from duetime.errors import SchemaMismatch, SetupError, StoreError, StoreUnavailable
+from duetime.store import Danger, Diagnosis
 from duetime.stores.mongodb import connection
 from duetime.stores.mongodb.address import Address
 from duetime.stores.mongodb.errors import NO_REPLICA_SET, setup_error
@@ -166,10 +167,10 @@ async def _recognise(address: Address, db: Database) -> int:
     return version
 
 
-async def _dangers(db: Database) -> list[str]:
+async def _dangers(db: Database) -> list[Danger]:
     engine = await _status_field(db, "serverStatus", "storageEngine")
     if engine is not None and not engine.get("persistent", True):
-        return [f"the storage engine {engine['name']} keeps everything in memory: a restart loses all timers"]
+        return [Danger(f"the storage engine {engine['name']} keeps everything in memory", "a restart loses all timers")]
     return []
 
 
@@ -184,8 +185,8 @@ async def _status_field(db: Database, command: str, name: str) -> Any:
 # --- diagnose ------------------------------------------------------------------------------------
 
 
-async def diagnose(address: Address) -> list[str]:
-    """Sentences about the server; those that start with "danger: " are about settings that may lose timers."""
+async def diagnose(address: Address) -> Diagnosis:
+    """Facts about the server, and which of the settings can lose acknowledged timers."""
     async with _database(address) as db:
         hello = await _check_server(address, db)
         found = await _recognise(address, db)
@@ -199,7 +200,7 @@ async def diagnose(address: Address) -> list[str]:
             free, used = connections["available"], connections["current"]
             sentences.append(f"{free} of {free + used} of its connections are free")
         sentences.append(f"schema version {found or 'none yet'}, this Duetime knows {SCHEMA_VERSION}")
-        return sentences + [f"danger: {text}" for text in await _dangers(db)]
+        return Diagnosis(sentences, await _dangers(db))
 
 
 def _kind(hello: Document) -> str:

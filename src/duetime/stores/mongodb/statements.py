@@ -24,14 +24,14 @@ from pymongo.asynchronous.cursor import AsyncCursor
 from duetime.domain.timer import Namespace, Position, TimerKey
 from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreUnavailable
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
+from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, shard_rounds
 from duetime.stores.mongodb.connection import Session
 from duetime.stores.mongodb.errors import error_text
 from duetime.stores.mongodb.rows import (
     IN_ORDER,
     NEWEST,
     REACHED,
-    READING,
+    ROW_READER,
     SHARD,
     TIMER,
     Document,
@@ -44,7 +44,7 @@ from duetime.stores.mongodb.rows import (
     timer_document,
     timer_key,
 )
-from duetime.stores.rows import FIRST_MS, Ends, as_json, found_by_key, namespaces_of, page_of
+from duetime.stores.rows import FIRST_MS, StoredRows, as_json, found_by_key, namespaces_of, page_of
 from duetime.telemetry import log
 
 LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one load; longer pages are cut
@@ -215,7 +215,7 @@ async def end_sessions(session: Session, session_ids: Iterable[Any]) -> None:
 async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
     run = in_steps(run)
-    for group in turns([fence.shard_id for fence in fences]):
+    for group in shard_rounds([fence.shard_id for fence in fences]):
         valid = await run(partial(_release, fences=[fences[index] for index in group]))
         for index in group:
             if fences[index].shard_id not in valid:
@@ -281,7 +281,7 @@ async def _shards_of(session: Session, fences: Sequence[Fence]) -> list[Document
 async def commit(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
     run = in_steps(run)
-    for group in turns([batch.fence.shard_id for batch in batches]):
+    for group in shard_rounds([batch.fence.shard_id for batch in batches]):
         some = [batches[index] for index in group]
         for index, result in zip(group, await _commit_group(run, some), strict=True):
             results[index] = result
@@ -401,11 +401,11 @@ async def _load(session: Session, request: PageRequest, bytes_max: int) -> Page:
     ) as cursor:
         async for document in cursor:
             if len(documents) == request.limit or weight > bytes_max:
-                return page_of(documents, READING.place(documents[-1]), READING)
+                return page_of(documents, ROW_READER.position(documents[-1]), ROW_READER)
             documents.append(document)
             payload = document.get("timer_payload")
             weight += len(payload) if isinstance(payload, str) else 0
-    return page_of(documents, None, READING)
+    return page_of(documents, None, ROW_READER)
 
 
 def between(cursor: Cursor, index: str, found: tuple[Document, Document], count: int) -> Cursor:
@@ -429,11 +429,11 @@ async def get_many(run: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found
     if not keys:
         return []
     wanted = [timer_key(shard_id, key) for shard_id, key in keys]
-    found = await found_by_key(list(dict.fromkeys(wanted)), partial(_found, run), READING)
+    found = await found_by_key(list(dict.fromkeys(wanted)), partial(_found, run), ROW_READER)
     return [found[key] for key in wanted]
 
 
-async def _found(run: Run, keys: Sequence[str], ends_max: int) -> Ends[str]:
+async def _found(run: Run, keys: Sequence[str], ends_max: int) -> StoredRows[str]:
     pipeline: list[Document] = [{"$match": {"_id": {"$in": keys}}}]
     if ends_max == 1:
         newest = [
@@ -465,7 +465,7 @@ async def _found(run: Run, keys: Sequence[str], ends_max: int) -> Ends[str]:
 async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
     results: list[int | ShardLost] = [0] * len(fences)
     run = in_steps(run)
-    for group in turns([fence.shard_id for fence in fences]):
+    for group in shard_rounds([fence.shard_id for fence in fences]):
         some = [fences[index] for index in group]
         removed = await run(partial(_purge, fences=some, before_ms=before_ms, limit=limit))
         for index in group:

@@ -23,6 +23,7 @@ from duetime.store import (
     Capabilities,
     Claim,
     Committed,
+    Diagnosis,
     Fence,
     Found,
     Listing,
@@ -79,7 +80,7 @@ class MongoStore:
         if opened is not None:
             await opened.close()
 
-    async def diagnose(self) -> list[str]:
+    async def diagnose(self) -> Diagnosis:
         """Sentences about the server for `duetime doctor`. The store need not be open."""
         return await schema.diagnose(self._address)
 

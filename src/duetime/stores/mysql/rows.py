@@ -1,7 +1,7 @@
-"""How timers, reached timers and shards are text of SQL, and rows of MySQL.
+"""Timers, reached timers and shards as SQL text, and as rows of MySQL.
 
-Statements are made of text, because what travels in bulk is rows of VALUES. Everything that comes from outside goes
-through `literal`, which escapes for a session as connection.py sets it up.
+Statements are built as text, because batches are sent as rows of VALUES. Every value from outside is passed through
+`literal`, which escapes it for a session as connection.py sets it up.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = [
     "INSERT_END",
     "KEY",
     "SHARD",
+    "after_position",
     "at",
-    "beyond",
-    "keyed",
     "literal",
     "ms",
     "reached_row",
     "selected",
     "shard_row",
     "timer_row",
+    "with_keys",
 ]
 
 KEY: Final = ", ".join(KEY_COLUMNS)
@@ -48,12 +48,12 @@ INSERT: Final = {
     table: f"INSERT INTO {table} (shard_id, row_format, {', '.join(names)}) VALUES "  # noqa: S608
     for table, names in COLUMNS.items()
 }
-# A reached row that is there already stays as it is. It has no other unique key that this could mean.
+# A reached row that is stored already does not change. The table has no other unique key.
 INSERT_END: Final = {"timers": "", "reached": " ON DUPLICATE KEY UPDATE row_format = reached.row_format"}
 
 _TIMES: Final = frozenset(index for index, name in enumerate(REACHED_COLUMNS) if name in TIMES)
-_BYTES: Final = frozenset({"timer_namespace", "timer_id", "timer_correlation_id"})  # text that is compared as bytes
-_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - a DATETIME has no time zone; all of ours are UTC
+_BYTES: Final = frozenset({"timer_namespace", "timer_id", "timer_correlation_id"})  # texts that are compared as bytes
+_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - a DATETIME has no time zone; all are UTC
 
 
 @lru_cache(8_192)
@@ -73,7 +73,7 @@ def literal(value: str | int | None) -> str:
 
 
 def selected(table: str, only_if: str = "") -> str:
-    """The columns as they are read. `only_if`: those that may be long are NULL unless that is true."""
+    """The columns for a SELECT. `only_if`: columns that may be long are NULL unless this condition is true."""
     return ", ".join(_selected(name, only_if) for name in COLUMNS[table])
 
 
@@ -87,18 +87,19 @@ def _selected(name: str, only_if: str) -> str:
     return name
 
 
-def beyond(place: Position) -> str:
-    """Rows after that place. Written out, because a comparison of rows is not understood as a range."""
-    time = at(bound_ms(place.execute_at_ms))
+def after_position(position: Position) -> str:
+    """A condition for rows after a position. Written out, because the servers do not use an index for a comparison of
+    row values."""
+    time = at(bound_ms(position.execute_at_ms))
     return (
-        f"(timer_execute_at > {time} OR (timer_execute_at = {time} AND timer_uuid_high > {place.uuid_high})"
-        f" OR (timer_execute_at = {time} AND timer_uuid_high = {place.uuid_high}"
-        f" AND timer_uuid_low > {place.uuid_low}))"
+        f"(timer_execute_at > {time} OR (timer_execute_at = {time} AND timer_uuid_high > {position.uuid_high})"
+        f" OR (timer_execute_at = {time} AND timer_uuid_high = {position.uuid_high}"
+        f" AND timer_uuid_low > {position.uuid_low}))"
     )
 
 
-def keyed(keys: Iterable[tuple[int, str, str]]) -> str:
-    """Rows of these shards, namespaces and ids: points of an index, grouped so that they are lists of ids."""
+def with_keys(keys: Iterable[tuple[int, str, str]]) -> str:
+    """A condition for rows with these shards, namespaces and ids. Keys of one namespace become one list of ids."""
     groups: dict[tuple[int, str], list[str]] = {}
     for shard_id, namespace, timer_id in keys:
         groups.setdefault((shard_id, namespace), []).append(literal(timer_id))
@@ -128,6 +129,6 @@ SHARD: Final = (
 
 
 def shard_row(row: Row) -> ShardRow:
-    """Of a row of SHARD."""
+    """Decodes a row with the columns of SHARD."""
     low_water = BEFORE_ALL if row[6] is None else Position(row[6], row[7], row[8])
     return ShardRow(row[0], row[1], row[2], row[3], row[4], row[5], low_water)

@@ -1,11 +1,11 @@
-"""What MySqlStore says to its database: every statement, and the functions that ask and read the answers.
+"""The writes of MySqlStore, and its other statements except for reads.py.
 
-A fenced write is a transaction in two messages. The first locks the shard rows, in the order of their ids, and looks
-for the timers that are going to be replaced; the second writes, for the shards whose fence holds, and commits. Locking
-is what makes a fence: a claim that is under way is waited for, and what the lock then shows is the row as it is now.
+A fenced write is a transaction of two messages. The first locks the shard rows, ordered by id, and finds the timers
+that will be replaced. The second writes for the shards whose fence is valid, and commits. The lock makes the fence
+safe: it waits for a claim that is not committed yet, and then reads the current row.
 
-Every access is by an index that is named (FORCE INDEX): no plan depends on statistics, and no statement reads, or
-locks, rows that it has nothing to do with.
+Every access names its index (FORCE INDEX): no plan depends on statistics, and no statement reads or locks other rows
+than it needs.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ import asyncmy
 from duetime.domain.timer import Namespace
 from duetime.errors import MemberDead, ShardLost
 from duetime.store import Batch, Claim, Committed, Fence, Member, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, in_steps, lost, turns
-from duetime.stores.mysql.connection import BEGIN, Read, Write, ask, conclude
+from duetime.stores.fencing import NOTHING_REPLACED, in_steps, lost, shard_rounds
+from duetime.stores.mysql.connection import BEGIN, Read, Write, execute, execute_and_commit
 from duetime.stores.mysql.rows import (
     INSERT,
     INSERT_END,
     KEY,
     SHARD,
     at,
-    keyed,
     literal,
     ms,
     reached_row,
     shard_row,
     timer_row,
+    with_keys,
 )
 from duetime.stores.rows import Row, as_json, bound_ms, namespaces_of
 
-MESSAGE_CHARS_MAX = 1024 * 1024  # of one message, which may be four times as many bytes; a single longer row goes alone
+# Of one message, which may have four times as many bytes. A single longer row is sent alone.
+MESSAGE_CHARS_MAX = 1024 * 1024
 
 
 # --- transactions --------------------------------------------------------------------------------
@@ -45,41 +46,41 @@ MESSAGE_CHARS_MAX = 1024 * 1024  # of one message, which may be four times as ma
 async def _transaction(
     write: Write, opening: Sequence[str], decide: Callable[[list[Any]], Sequence[str]]
 ) -> Sequence[Any]:
-    """What `opening` locks stays locked until the end; of what it finds, `decide` makes what is to be done.
-    Answers how many rows each of that has met."""
-    answers: list[Any] = []
+    """Runs `opening`, whose locks are kept until the end, then the statements that `decide` makes of its results, and
+    commits. Returns how many rows each of these statements matched."""
+    results: list[Any] = []
     last: Sequence[str] = ()
 
     async def work(db: Any) -> None:
         nonlocal last
-        answers.clear()
-        found = await ask(db, (*BEGIN, *opening))
+        results.clear()
+        found = await execute(db, (*BEGIN, *opening))
         *first, last = _messages(decide(found[len(BEGIN) :]))
         for statements in first:
-            answers.extend(await ask(db, statements))
+            results.extend(await execute(db, statements))
 
     async def commit(db: Any) -> None:
-        answers.extend(await conclude(db, last))
+        results.extend(await execute_and_commit(db, last))
 
     await write(work, commit)
-    return answers
+    return results
 
 
 def _messages(statements: Sequence[str]) -> list[list[str]]:
-    """As few as fit. At least one, if an empty one."""
+    """Divides statements into as few messages as possible. Returns at least one message, which may be empty."""
     messages: list[list[str]] = [[]]
-    room = MESSAGE_CHARS_MAX
+    chars_left = MESSAGE_CHARS_MAX
     for statement in statements:
-        if len(statement) > room and messages[-1]:
+        if len(statement) > chars_left and messages[-1]:
             messages.append([])
-            room = MESSAGE_CHARS_MAX
+            chars_left = MESSAGE_CHARS_MAX
         messages[-1].append(statement)
-        room -= len(statement)
+        chars_left -= len(statement)
     return messages
 
 
-def _locking(shard_ids: Iterable[int]) -> str:
-    """One row after the other, in the order of ids, which is the order in which everybody locks."""
+def _lock_sql(shard_ids: Iterable[int]) -> str:
+    """Locks one shard row after the other, ordered by id. All writers lock in that order: this prevents deadlocks."""
     ids = ",".join(map(str, shard_ids))
     return (
         f"SELECT {SHARD} FROM shards FORCE INDEX (PRIMARY) WHERE shard_id IN ({ids})"  # noqa: S608
@@ -87,22 +88,22 @@ def _locking(shard_ids: Iterable[int]) -> str:
     )
 
 
-def _held(rows: Iterable[Row], fences: Iterable[Fence]) -> set[int]:
-    """The shards whose fence holds, by rows of SHARD that are locked."""
+def _owned_shards(rows: Iterable[Row], fences: Iterable[Fence]) -> set[int]:
+    """The shards whose fence is valid, according to their locked rows."""
     owned = {row[0]: (row[1], row[2]) for row in rows if row[3] is not None}
     return {fence.shard_id for fence in fences if owned.get(fence.shard_id) == (fence.version, fence.nonce)}
 
 
 def _inserts(table: str, rows: Sequence[str]) -> list[str]:
-    """Rows in statements that are not too long."""
+    """Divides rows into INSERT statements that are not too long."""
     statements: list[str] = []
-    first = room = 0
+    first = chars_left = 0
     for index, row in enumerate(rows):
-        if len(row) > room:
+        if len(row) > chars_left:
             if index:
                 statements.append(_insert(table, rows[first:index]))
-            first, room = index, MESSAGE_CHARS_MAX
-        room -= len(row)
+            first, chars_left = index, MESSAGE_CHARS_MAX
+        chars_left -= len(row)
     statements.append(_insert(table, rows[first:]))
     return statements
 
@@ -115,7 +116,7 @@ def _insert(table: str, rows: Sequence[str]) -> str:
 
 
 async def join(write: Write, member: Member, identity: str) -> str:
-    """Joining twice is joining once; but the dead stay dead. Answers the identity of the server."""
+    """A second join changes nothing. A dead member stays dead. Returns the identity of the server."""
     name = literal(member.instance_id)
     values = ", ".join(
         (
@@ -127,25 +128,25 @@ async def join(write: Write, member: Member, identity: str) -> str:
             literal(member.secret),
         )
     )
-    said = (
+    statements = (
         "INSERT INTO members (instance_id, address, counter, alive, joined_at, secret)"  # noqa: S608
         f" VALUES ({values}) ON DUPLICATE KEY UPDATE alive = members.alive",
         f"SELECT alive, {identity} FROM members WHERE instance_id = {name}",  # noqa: S608
     )
-    _, rows = await write(lambda db: ask(db, said))
+    _, rows = await write(lambda db: execute(db, statements))
     if not rows or not rows[0][0]:
         raise MemberDead(f"{member.instance_id} was declared dead")
     return str(rows[0][1])
 
 
 async def heartbeat(write: Write, instance_id: str, counter: int, identity: str) -> tuple[int, str]:
-    said = (
+    statements = (
         f"UPDATE members SET counter = GREATEST(counter, {counter})"  # noqa: S608
         f" WHERE instance_id = {literal(instance_id)} AND alive = 1",
         f"SELECT {ms('UTC_TIMESTAMP(3)')}, {identity}",
     )
-    met, [[now_ms, server]] = await write(lambda db: ask(db, said))
-    if not met:
+    matched, [[now_ms, server]] = await write(lambda db: execute(db, statements))
+    if not matched:
         raise MemberDead(f"{instance_id} was declared dead")
     return int(now_ms), str(server)
 
@@ -161,17 +162,17 @@ async def members(read: Read) -> list[Member]:
 
 async def mark_dead(write: Write, instance_id: str, counter: int) -> bool:
     name = literal(instance_id)
-    said = (
+    statements = (
         f"UPDATE members SET alive = 0 WHERE instance_id = {name} AND counter = {counter}",  # noqa: S608
         f"SELECT 1 FROM members WHERE instance_id = {name} AND alive = 1",  # noqa: S608
     )
-    _, living = await write(lambda db: ask(db, said))
-    return not living
+    _, alive = await write(lambda db: execute(db, statements))
+    return not alive
 
 
 async def forget_member(write: Write, instance_id: str) -> None:
     sql = f"DELETE FROM members WHERE instance_id = {literal(instance_id)} AND alive = 0"  # noqa: S608
-    await write(lambda db: ask(db, (sql,)))
+    await write(lambda db: execute(db, (sql,)))
 
 
 # --- shards --------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ async def ensure_shards(write: Write, count: int) -> None:
         f"INSERT INTO shards (shard_id, shard_version, shard_nonce, shard_claimed_at) VALUES {rows}"  # noqa: S608
         " ON DUPLICATE KEY UPDATE shard_version = shards.shard_version"
     )
-    await write(lambda db: ask(db, (sql,)))
+    await write(lambda db: execute(db, (sql,)))
 
 
 async def shards(read: Read) -> list[ShardRow]:
@@ -194,21 +195,21 @@ async def shards(read: Read) -> list[ShardRow]:
 async def claim(write: Write, claims: Sequence[Claim]) -> list[ShardRow]:
     rows: dict[int, ShardRow] = {}
     write = in_steps(write)
-    for turn in turns([claim.shard_id for claim in claims]):
-        rows |= await _claim_turn(write, [claims[index] for index in turn])
+    for indexes in shard_rounds([claim.shard_id for claim in claims]):
+        rows |= await _claim_round(write, [claims[index] for index in indexes])
     return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
 
 
-async def _claim_turn(write: Write, claims: Sequence[Claim]) -> dict[int, ShardRow]:
+async def _claim_round(write: Write, claims: Sequence[Claim]) -> dict[int, ShardRow]:
     rows: dict[int, ShardRow] = {}
 
     def decide(found: list[Any]) -> list[str]:
         rows.update((row[0], shard_row(row)) for row in found[0])
         taken: list[str] = []
-        for wish in claims:
-            row = rows.get(wish.shard_id)
-            if row is not None and row.version == wish.expected_version:
-                rows[wish.shard_id] = new = _claimed(row, wish)
+        for claim in claims:
+            row = rows.get(claim.shard_id)
+            if row is not None and row.version == claim.expected_version:
+                rows[claim.shard_id] = new = _claimed(row, claim)
                 taken.append(
                     f"UPDATE shards SET shard_version = {new.version}, shard_nonce = {new.nonce},"  # noqa: S608
                     f" shard_owner_id = {literal(new.owner_id)}, shard_owner_address = {literal(new.owner_address)},"
@@ -216,7 +217,7 @@ async def _claim_turn(write: Write, claims: Sequence[Claim]) -> dict[int, ShardR
                 )
         return taken
 
-    await _transaction(write, (_locking(claim.shard_id for claim in claims),), decide)
+    await _transaction(write, (_lock_sql(claim.shard_id for claim in claims),), decide)
     return rows
 
 
@@ -235,29 +236,29 @@ def _claimed(row: ShardRow, claim: Claim) -> ShardRow:
 async def release(write: Write, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
     write = in_steps(write)
-    for turn in turns([fence.shard_id for fence in fences]):
-        held = await _release_turn(write, [fences[index] for index in turn])
-        for index in turn:
-            if fences[index].shard_id not in held:
+    for indexes in shard_rounds([fence.shard_id for fence in fences]):
+        owned = await _release_round(write, [fences[index] for index in indexes])
+        for index in indexes:
+            if fences[index].shard_id not in owned:
                 results[index] = lost(fences[index])
     return results
 
 
-async def _release_turn(write: Write, fences: Sequence[Fence]) -> set[int]:
-    held: set[int] = set()
+async def _release_round(write: Write, fences: Sequence[Fence]) -> set[int]:
+    owned: set[int] = set()
 
     def decide(found: list[Any]) -> list[str]:
-        held.clear()
-        held.update(_held(found[0], fences))
-        if not held:
+        owned.clear()
+        owned.update(_owned_shards(found[0], fences))
+        if not owned:
             return []
         return [
             "UPDATE shards SET shard_nonce = 0, shard_owner_id = NULL, shard_owner_address = NULL,"  # noqa: S608
-            f" shard_claimed_at = {at(0)} WHERE shard_id IN ({','.join(map(str, held))})"
+            f" shard_claimed_at = {at(0)} WHERE shard_id IN ({','.join(map(str, owned))})"
         ]
 
-    await _transaction(write, (_locking(fence.shard_id for fence in fences),), decide)
-    return held
+    await _transaction(write, (_lock_sql(fence.shard_id for fence in fences),), decide)
+    return owned
 
 
 # --- timers --------------------------------------------------------------------------------------
@@ -266,37 +267,37 @@ async def _release_turn(write: Write, fences: Sequence[Fence]) -> set[int]:
 async def commit(write: Write, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
     write = in_steps(write)
-    for turn in turns([batch.fence.shard_id for batch in batches]):
-        some = [batches[index] for index in turn]
-        for index, result in zip(turn, await _commit_turn(write, some), strict=True):
+    for indexes in shard_rounds([batch.fence.shard_id for batch in batches]):
+        some = [batches[index] for index in indexes]
+        for index, result in zip(indexes, await _commit_round(write, some), strict=True):
             results[index] = result
     return results
 
 
-async def _commit_turn(write: Write, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
-    # All that can be done before the locks are taken is done before.
+async def _commit_round(write: Write, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    # As much as possible is done before the locks are taken.
     prepared = [_Prepared(batch) for batch in batches]
     results: list[Committed | ShardLost] = []
 
     def decide(found: list[Any]) -> list[str]:
-        held = _held(found[0], (batch.fence for batch in batches))
-        there = {(row[0], row[1], row[2]) for row in found[1]} if len(found) > 1 else set()
-        results[:] = [p.result(there) if p.shard_id in held else lost(p.batch.fence) for p in prepared]
-        return _writing([p for p in prepared if p.shard_id in held], there)
+        owned = _owned_shards(found[0], (batch.fence for batch in batches))
+        stored = {(row[0], row[1], row[2]) for row in found[1]} if len(found) > 1 else set()
+        results[:] = [p.result(stored) if p.shard_id in owned else lost(p.batch.fence) for p in prepared]
+        return _write_statements([p for p in prepared if p.shard_id in owned], stored)
 
-    opening = [_locking(p.shard_id for p in prepared)]
+    opening = [_lock_sql(p.shard_id for p in prepared)]
     keys = [key for p in prepared for key in p.keys]
     if keys:
         opening.append(
             "SELECT shard_id, CONVERT(timer_namespace USING utf8mb4), CONVERT(timer_id USING utf8mb4)"  # noqa: S608
-            f" FROM timers FORCE INDEX (timers_by_id) WHERE {keyed(keys)}"
+            f" FROM timers FORCE INDEX (timers_by_id) WHERE {with_keys(keys)}"
         )
     await _transaction(write, opening, decide)
     return results
 
 
 class _Prepared:
-    """A batch as text: the rows it adds, the keys it looks for."""
+    """A batch as SQL text: the rows that it adds, and the keys that it replaces or deletes."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -306,54 +307,56 @@ class _Prepared:
         self.puts = [timer_row(shard_id, timer) for timer in batch.puts]
         self.reached = [reached_row(shard_id, reached) for reached in batch.reached]
 
-    def result(self, there: set[tuple[int, str, str]]) -> Committed:
-        replaced = frozenset(index for index, key in enumerate(self.put_keys) if key in there)
+    def result(self, stored: set[tuple[int, str, str]]) -> Committed:
+        replaced = frozenset(index for index, key in enumerate(self.put_keys) if key in stored)
         return Committed(replaced) if replaced else NOTHING_REPLACED
 
 
-def _writing(held: Sequence[_Prepared], there: set[tuple[int, str, str]]) -> list[str]:
-    """What is replaced or removed goes first: two timers of one batch may swap their places."""
-    said: list[str] = []
-    gone = [key for p in held for key in p.keys if key in there] if there else []
-    if gone:
-        said.append(f"DELETE t FROM timers AS t FORCE INDEX (timers_by_id) WHERE {keyed(gone)}")
-    for table, rows in (("timers", [p.puts for p in held]), ("reached", [p.reached for p in held])):
+def _write_statements(owned: Sequence[_Prepared], stored: set[tuple[int, str, str]]) -> list[str]:
+    """Deletes come first, because two timers of one batch may exchange their positions."""
+    statements: list[str] = []
+    replaced_or_deleted = [key for p in owned for key in p.keys if key in stored] if stored else []
+    if replaced_or_deleted:
+        statements.append(
+            f"DELETE t FROM timers AS t FORCE INDEX (timers_by_id) WHERE {with_keys(replaced_or_deleted)}"
+        )
+    for table, rows in (("timers", [p.puts for p in owned]), ("reached", [p.reached for p in owned])):
         if any(rows):
-            said += _inserts(table, list(chain.from_iterable(rows)))
-    for p in held:
+            statements += _inserts(table, list(chain.from_iterable(rows)))
+    for p in owned:
         if p.batch.low_water is not None:
             time, high, low = p.batch.low_water
-            said.append(
+            statements.append(
                 f"UPDATE shards SET shard_low_water_ms = {time}, shard_low_water_high = {high},"  # noqa: S608
                 f" shard_low_water_low = {low} WHERE shard_id = {p.shard_id}"
             )
-    return said
+    return statements
 
 
 async def purge_reached(write: Write, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
     results: list[int | ShardLost] = [0] * len(fences)
     write = in_steps(write)
-    for turn in turns([fence.shard_id for fence in fences]):
-        removed = await _purge_turn(write, [fences[index] for index in turn], before_ms, limit)
-        for index in turn:
+    for indexes in shard_rounds([fence.shard_id for fence in fences]):
+        removed = await _purge_round(write, [fences[index] for index in indexes], before_ms, limit)
+        for index in indexes:
             count = removed.get(fences[index].shard_id)
             results[index] = lost(fences[index]) if count is None else count
     return results
 
 
-async def _purge_turn(write: Write, fences: Sequence[Fence], before_ms: int, limit: int) -> dict[int, int]:
-    held: list[int] = []
+async def _purge_round(write: Write, fences: Sequence[Fence], before_ms: int, limit: int) -> dict[int, int]:
+    owned: list[int] = []
 
     def decide(found: list[Any]) -> list[str]:
-        held[:] = sorted(_held(found[0], fences))
+        owned[:] = sorted(_owned_shards(found[0], fences))
         return [
             f"DELETE FROM reached WHERE shard_id = {shard_id} AND timer_execute_at < {at(bound_ms(before_ms))}"  # noqa: S608
             f" ORDER BY {KEY} LIMIT {limit}"
-            for shard_id in held
+            for shard_id in owned
         ]
 
-    counts = await _transaction(write, (_locking(fence.shard_id for fence in fences),), decide)
-    return dict(zip(held, counts, strict=True))
+    counts = await _transaction(write, (_lock_sql(fence.shard_id for fence in fences),), decide)
+    return dict(zip(owned, counts, strict=True))
 
 
 # --- namespaces ----------------------------------------------------------------------------------
@@ -379,9 +382,9 @@ async def put_namespace(write: Write, namespace: Namespace, expected_revision: i
 
     async def work(db: Any) -> bool:
         try:
-            [met] = await ask(db, (sql,))
-        except asyncmy.IntegrityError:  # there is one
+            [matched] = await execute(db, (sql,))
+        except asyncmy.IntegrityError:  # the namespace exists
             return False
-        return bool(met)
+        return bool(matched)
 
     return await write(work)

@@ -1,1 +1,5 @@
 """The store on Oracle Database."""
+
+from duetime.stores.store_url import require_driver
+
+require_driver("oracledb", "Oracle", extra="oracle")

@@ -1,4 +1,4 @@
-"""Lists of OracleStore: a few scans are one statement. The server leaves out what is heavy; filtering is done here."""
+"""Lists of OracleStore: a few scans are one statement. The server leaves out long columns; this module filters."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from functools import partial
 from typing import Any
 
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import Item, Piece, Scan, matching, merged
-from duetime.stores.oracle.connection import Link, Run
-from duetime.stores.oracle.rows import COLUMNS, KEY, READING, kept
-from duetime.stores.oracle.statements import beyond, fetched, scan_values
+from duetime.stores.merging import Item, Scan, ScanResult, match_row, merge_scans
+from duetime.stores.oracle.connection import Connection, Run
+from duetime.stores.oracle.rows import COLUMNS, KEY, ROW_READER, encode_text
+from duetime.stores.oracle.statements import after_position, fetch, scan_values
 from duetime.stores.rows import TIMER_COLUMNS
 
 __all__ = ["list_timers"]
 
 SCANS_AT_ONCE = 16
-_HEAVY = frozenset({"timer_payload", "timer_options"})
+_LONG_COLUMNS = frozenset({"timer_payload", "timer_options"})
 _NAMESPACE = TIMER_COLUMNS.index("timer_namespace")
 
 
 def scans_sql(table: str, count: int, *, by_correlation: bool) -> str:
-    """The next rows of so many scans, each with the number of its scan."""
+    """The next rows of `count` scans, each with the number of its scan."""
     columns = ", ".join(
-        f"CASE WHEN timer_namespace = :namespace THEN {name} END AS {name}" if name in _HEAVY else name
+        f"CASE WHEN timer_namespace = :namespace THEN {name} END AS {name}" if name in _LONG_COLUMNS else name
         for name in COLUMNS[table]
     )
-    trace = "timer_correlation_id = :correlation_id AND timer_namespace = :namespace"
+    by_correlation_sql = "timer_correlation_id = :correlation_id AND timer_namespace = :namespace"
     return "\nUNION ALL\n".join(
         f"SELECT * FROM (SELECT {columns}, {number} AS scan_number FROM {table} WHERE "  # noqa: S608
-        + (f"{trace} AND shard_id < :shard_{number}" if by_correlation else f"shard_id = :shard_{number}")
-        + f" AND {beyond(number)} AND timer_execute_at <= :until_{number} ORDER BY {KEY})"
+        + (f"{by_correlation_sql} AND shard_id < :shard_{number}" if by_correlation else f"shard_id = :shard_{number}")
+        + f" AND {after_position(number)} AND timer_execute_at <= :until_{number} ORDER BY {KEY})"
         f" WHERE ROWNUM <= :count_{number}"
         for number in range(count)
     )
@@ -44,30 +44,34 @@ SCANS = {
 
 
 async def list_timers(read: Run, query: ListQuery) -> Listing:
-    """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
+    """Merges one scan per shard. With a correlation id, one scan of its index is enough."""
 
-    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
-        pieces: list[Piece] = []
+    async def fetch_scans(scans: Sequence[Scan]) -> list[ScanResult]:
+        results: list[ScanResult] = []
         for first in range(0, len(scans), SCANS_AT_ONCE):
-            pieces += await read(partial(_pieces, query, scans[first : first + SCANS_AT_ONCE]))
-        return pieces
+            results += await read(partial(_scan_results, query, scans[first : first + SCANS_AT_ONCE]))
+        return results
 
-    return await merged(query, fetch, in_one_scan=query.correlation_id is not None)
+    return await merge_scans(query, fetch_scans, in_order=query.correlation_id is not None)
 
 
-async def _pieces(query: ListQuery, scans: Sequence[Scan], db: Link) -> list[Piece]:
+async def _scan_results(query: ListQuery, scans: Sequence[Scan], db: Connection) -> list[ScanResult]:
     by_correlation = query.correlation_id is not None
     values: dict[str, Any] = {"namespace": query.namespace}
     if by_correlation:
-        values["correlation_id"] = kept(query.correlation_id)
+        values["correlation_id"] = encode_text(query.correlation_id)
     for number in range(1 if by_correlation else SCANS_AT_ONCE):
-        scan = scans[min(number, len(scans) - 1)]  # there are always as many; those too many ask for nothing
+        scan = scans[
+            min(number, len(scans) - 1)
+        ]  # the statement always has SCANS_AT_ONCE scans; surplus ones read nothing
         count = scan.count if number < len(scans) else 0
         values |= scan_values(number, scan.shard_id, scan.after, scan.until_ms, count)
     items: list[list[Item]] = [[] for _ in scans]
-    for row in await fetched(db, SCANS["reached" if query.outcomes else "timers", by_correlation], values):
-        is_of_it = row[_NAMESPACE] == query.namespace
-        items[int(row[-1])].append((READING.place(row), matching(query, row, READING) if is_of_it else None))
+    for row in await fetch(db, SCANS["reached" if query.outcomes else "timers", by_correlation], values):
+        is_in_namespace = row[_NAMESPACE] == query.namespace
+        items[int(row[-1])].append(
+            (ROW_READER.position(row), match_row(query, row, ROW_READER) if is_in_namespace else None)
+        )
     for some in items:
-        some.sort(key=lambda item: item[0])  # as they come, unless the server works on several parts at once
-    return [Piece(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]
+        some.sort(key=lambda item: item[0])  # they are sorted already, unless the server runs several parts in parallel
+    return [ScanResult(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]

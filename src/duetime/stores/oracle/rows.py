@@ -1,7 +1,7 @@
-"""How timers, reached timers and shards are rows of Oracle: what goes in, what comes out.
+"""Timers, reached timers and shards as rows of Oracle.
 
-Times are bound as TIMESTAMP, which has to be said: left to itself the driver may make a DATE of them, without
-milliseconds. Text goes in through `kept` and comes out through `as_was`, because for Oracle an empty text is no text.
+Times are bound explicitly as TIMESTAMP: otherwise the driver may bind them as DATE, without milliseconds. Text is
+written through `encode_text` and read through `decode_text`, because for Oracle an empty text is NULL.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from duetime.stores.rows import (
     REACHED_COLUMNS,
     TIMER_COLUMNS,
     TIMES,
-    Reading,
     Row,
+    RowReader,
     reached_of,
     reached_values,
     timer_of,
@@ -33,11 +33,11 @@ __all__ = [
     "INSERT",
     "INSERT_TYPES",
     "KEY",
-    "READING",
+    "ROW_READER",
     "SHARD",
-    "as_was",
     "at",
-    "kept",
+    "decode_text",
+    "encode_text",
     "ms",
     "reached_at",
     "reached_row",
@@ -46,7 +46,7 @@ __all__ = [
     "timer_row",
 ]
 
-_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - a TIMESTAMP has no time zone; all of ours are UTC
+_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - a TIMESTAMP has no time zone; all are UTC
 _MILLISECOND: Final = timedelta(milliseconds=1)
 
 
@@ -58,22 +58,22 @@ def ms(time: datetime) -> int:
     return (time - _EPOCH) // _MILLISECOND
 
 
-def kept(text: str | None) -> str | None:
-    """An empty text is stored as a NUL, and one that begins with NUL with one more in front."""
+def encode_text(text: str | None) -> str | None:
+    """Adds a NUL character before an empty text, and before a text that begins with NUL."""
     return "\0" + text if text is not None and text[:1] in ("", "\0") else text
 
 
-def as_was(text: str | None) -> str | None:
+def decode_text(text: str | None) -> str | None:
     return text[1:] if text is not None and text[:1] == "\0" else text
 
 
 def _blob(text: str | None) -> bytes | None:
-    stored = kept(text)
+    stored = encode_text(text)
     return None if stored is None else stored.encode()
 
 
 def _text(blob: bytes | None) -> str | None:
-    return None if blob is None else as_was(blob.decode())
+    return None if blob is None else decode_text(blob.decode())
 
 
 # --- columns -------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ INSERT: Final = {
 _TEXTS: Final = ("timer_callback_url", "timer_correlation_id")
 _BLOBS: Final = ("timer_payload", "timer_options")
 _NUMBERS: Final = ("shard_id", "timer_uuid_high", "timer_uuid_low", "timer_callback_timeout_seconds")
-# Of the values of an insert, where the driver would guess wrong, or has nothing to guess from.
+# Types of the values of an insert, where the driver would choose a wrong one, or cannot choose.
 INSERT_TYPES: Final = {
     table: [
         oracledb.DB_TYPE_TIMESTAMP if name in TIMES else oracledb.DB_TYPE_NUMBER if name in _NUMBERS else None
@@ -97,23 +97,23 @@ INSERT_TYPES: Final = {
     for table, names in COLUMNS.items()
 }
 
-Change = Callable[[Any], Any]
+Conversion = Callable[[Any], Any]
 
 
-def _changes(table: str, times: Change, texts: Change, blobs: Change) -> list[tuple[int, Change]]:
-    """Which values of a row do not go as they are."""
+def _conversions(table: str, times: Conversion, texts: Conversion, blobs: Conversion) -> list[tuple[int, Conversion]]:
+    """Which values of a row have to be converted, by index."""
     by_name = dict.fromkeys(TIMES, times) | dict.fromkeys(_TEXTS, texts) | dict.fromkeys(_BLOBS, blobs)
-    return [(place, by_name[name]) for place, name in enumerate(COLUMNS[table]) if name in by_name]
+    return [(index, by_name[name]) for index, name in enumerate(COLUMNS[table]) if name in by_name]
 
 
-_INWARDS: Final = {table: _changes(table, at, kept, _blob) for table in COLUMNS}
-_OUTWARDS: Final = {table: _changes(table, ms, as_was, _text) for table in COLUMNS}
+_TO_DATABASE: Final = {table: _conversions(table, at, encode_text, _blob) for table in COLUMNS}
+_FROM_DATABASE: Final = {table: _conversions(table, ms, decode_text, _text) for table in COLUMNS}
 
 
-def _changed(values: Iterable[Any], changes: list[tuple[int, Change]]) -> list[Any]:
+def _converted(values: Iterable[Any], conversions: list[tuple[int, Conversion]]) -> list[Any]:
     row = list(values)
-    for place, change in changes:
-        row[place] = change(row[place])
+    for index, convert in conversions:
+        row[index] = convert(row[index])
     return row
 
 
@@ -121,28 +121,28 @@ def _changed(values: Iterable[Any], changes: list[tuple[int, Change]]) -> list[A
 
 
 def timer_row(shard_id: int, timer: Timer) -> list[Any]:
-    return [shard_id, *_changed(timer_values(timer), _INWARDS["timers"])]
+    return [shard_id, *_converted(timer_values(timer), _TO_DATABASE["timers"])]
 
 
 def reached_row(shard_id: int, reached: Reached) -> list[Any]:
-    return [shard_id, *_changed(reached_values(reached), _INWARDS["reached"])]
+    return [shard_id, *_converted(reached_values(reached), _TO_DATABASE["reached"])]
 
 
 def timer_at(row: Row) -> Timer:
-    """Of a row that begins with TIMER_COLUMNS."""
-    return timer_of(_changed(row[: len(TIMER_COLUMNS)], _OUTWARDS["timers"]))
+    """Decodes a row that begins with TIMER_COLUMNS."""
+    return timer_of(_converted(row[: len(TIMER_COLUMNS)], _FROM_DATABASE["timers"]))
 
 
 def reached_at(row: Row) -> Reached:
-    """Of a row that begins with REACHED_COLUMNS."""
-    return reached_of(_changed(row[: len(REACHED_COLUMNS)], _OUTWARDS["reached"]))
+    """Decodes a row that begins with REACHED_COLUMNS."""
+    return reached_of(_converted(row[: len(REACHED_COLUMNS)], _FROM_DATABASE["reached"]))
 
 
-def _place(row: Row) -> Position:
+def _position(row: Row) -> Position:
     return Position(ms(row[0]), row[1], row[2])
 
 
-READING: Final = Reading(timer=timer_at, reached=reached_at, place=_place)
+ROW_READER: Final = RowReader(timer=timer_at, reached=reached_at, position=_position)
 
 SHARD: Final = (
     "shard_id, shard_version, shard_nonce, shard_owner_id, shard_owner_address, shard_claimed_at, shard_low_water"
@@ -150,6 +150,6 @@ SHARD: Final = (
 
 
 def shard_row(row: Row) -> ShardRow:
-    """Of a row of SHARD."""
+    """Decodes a row with the columns of SHARD."""
     low_water = BEFORE_ALL if row[6] is None else Position(*msgspec.json.decode(row[6]))
-    return ShardRow(row[0], row[1], row[2], row[3], as_was(row[4]), ms(row[5]), low_water)
+    return ShardRow(row[0], row[1], row[2], row[3], decode_text(row[4]), ms(row[5]), low_water)

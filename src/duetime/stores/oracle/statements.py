@@ -1,13 +1,13 @@
-"""What OracleStore says to its database: every statement, and the functions that ask and read the answers.
+"""The statements of OracleStore, and the functions that run them and decode the results.
 
-A fenced write is a transaction of array statements, each one message. The first changes the shard rows that carry the
-fences, one after the other in the order of their ids, and counts what it met: like SELECT … FOR UPDATE, which takes no
-arrays, it waits for a claim that is under way, and then looks at the row as it has become (Oracle begins the statement
-anew). A fence that met nothing undoes all of it; the others are begun again without that one. From there to the commit
-nobody else writes to those shards.
+A fenced write is a transaction of array statements, each one message. The first one updates the shard rows that have
+the fences, one after the other ordered by id, and counts the rows that it matched. Like SELECT … FOR UPDATE, which
+takes no arrays, it waits for a claim that is not committed yet and then reads the current row (Oracle restarts the
+statement). If a fence matched no row, everything is rolled back, and the other batches are written again without that
+one. Until the commit no other transaction writes to these shards.
 
-Timers that puts replace are deleted by their ids, and then all are inserted: two of a batch may change places, and a
-MERGE has one key to go by.
+Timers that puts replace are deleted by id, and then all are inserted: two timers of a batch may exchange their
+positions, and a MERGE uses only one key.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ import oracledb
 from duetime.domain.timer import Namespace, Position, TimerKey
 from duetime.errors import MemberDead, ShardLost
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
-from duetime.stores.oracle.connection import Link, Run, code_of
+from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, shard_rounds
+from duetime.stores.oracle.connection import Connection, Run
+from duetime.stores.oracle.errors import code_of
 from duetime.stores.oracle.rows import (
     INSERT,
     INSERT_TYPES,
     KEY,
-    READING,
+    ROW_READER,
     SHARD,
-    as_was,
     at,
-    kept,
+    decode_text,
+    encode_text,
     ms,
     reached_row,
     shard_row,
@@ -42,8 +43,8 @@ from duetime.stores.rows import (
     KEY_COLUMNS,
     REACHED_COLUMNS,
     TIMER_COLUMNS,
-    Ends,
     Row,
+    StoredRows,
     as_json,
     bound_ms,
     found_by_key,
@@ -51,7 +52,7 @@ from duetime.stores.rows import (
     page_of,
 )
 
-LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
+LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one result; pages that would be longer are made shorter
 KEYS_AT_ONCE = 50
 FETCH_ROWS = 100  # in one message
 
@@ -77,15 +78,15 @@ NEW_SHARD = (
     " VALUES (:shard_id, 0, 0, TIMESTAMP '1970-01-01 00:00:00')"
 )
 DELETE = "DELETE FROM timers WHERE shard_id = :shard_id AND timer_namespace = :timer_namespace AND timer_id = :timer_id"
-# The oldest, so that what is left is a range.
+# Deletes the oldest rows, so that the remaining rows are one range.
 PURGE = (
     f"DELETE FROM reached WHERE shard_id = :shard_id AND ({KEY}) IN (SELECT {KEY} FROM (SELECT {KEY} FROM reached"  # noqa: S608
     f" WHERE shard_id = :shard_id AND timer_execute_at < :before ORDER BY {KEY}) WHERE ROWNUM <= :most)"
 )
 
 
-def beyond(number: int = 0) -> str:
-    """Rows after a place. Written out, because rows are not compared by size here."""
+def after_position(number: int = 0) -> str:
+    """A condition for rows after a position. Written out, because Oracle does not order row values."""
     return (
         f"timer_execute_at >= :at_{number} AND (timer_execute_at > :at_{number} OR timer_uuid_high > :high_{number}"
         f" OR (timer_uuid_high = :high_{number} AND timer_uuid_low > :low_{number}))"
@@ -104,37 +105,40 @@ def scan_values(number: int, shard_id: int, after: Position, until_ms: int, coun
 
 
 LOAD = (
-    f"SELECT * FROM (SELECT {', '.join(TIMER_COLUMNS)} FROM timers WHERE shard_id = :shard_0 AND {beyond()}"  # noqa: S608
+    f"SELECT * FROM (SELECT {', '.join(TIMER_COLUMNS)} FROM timers WHERE shard_id = :shard_0 AND {after_position()}"  # noqa: S608
     f" AND timer_execute_at <= :until_0 ORDER BY {KEY}) WHERE ROWNUM <= :count_0"
 )
 
 
 @cache
-def get_sql(count: int, ends_max: int) -> str:
-    """Timers and the newest ends in one statement, so that they are of one moment. What a timer has not is NULL."""
+def get_sql(count: int, reached_max: int) -> str:
+    """Timers and the newest reached rows in one statement, so that both are of the same snapshot. Columns that a timer
+    does not have are NULL."""
     keys = ", ".join(f"(:shard_{n}, :namespace_{n}, :id_{n})" for n in range(count))
     wanted = f"(shard_id, timer_namespace, timer_id) IN ({keys})"
-    ended = ", ".join(REACHED_COLUMNS)
+    reached_columns = ", ".join(REACHED_COLUMNS)
     newest_first = ", ".join(f"{name} DESC" for name in ("timer_generation", "timer_reached_at", *KEY_COLUMNS))
-    no_end = "CAST(NULL AS TIMESTAMP(3)), CAST(NULL AS NUMBER), CAST(NULL AS NUMBER), CAST(NULL AS VARCHAR2(20))"
+    no_reached_columns = (
+        "CAST(NULL AS TIMESTAMP(3)), CAST(NULL AS NUMBER), CAST(NULL AS NUMBER), CAST(NULL AS VARCHAR2(20))"
+    )
     return f"""
-SELECT {", ".join(TIMER_COLUMNS)}, {no_end}, CAST(NULL AS TIMESTAMP(3)), shard_id FROM timers WHERE {wanted}
+SELECT {", ".join(TIMER_COLUMNS)}, {no_reached_columns}, CAST(NULL AS TIMESTAMP(3)), shard_id FROM timers WHERE {wanted}
 UNION ALL
-SELECT {ended}, shard_id FROM (
-  SELECT {ended}, shard_id,
+SELECT {reached_columns}, shard_id FROM (
+  SELECT {reached_columns}, shard_id,
     ROW_NUMBER() OVER (PARTITION BY shard_id, timer_namespace, timer_id ORDER BY {newest_first}) AS place
   FROM reached WHERE {wanted})
-WHERE place <= {ends_max}
+WHERE place <= {reached_max}
 """  # noqa: S608
 
 
 _OUTCOME = REACHED_COLUMNS.index("timer_outcome")
 
-# --- asking --------------------------------------------------------------------------------------
+# --- running statements --------------------------------------------------------------------------
 
 
-async def met(db: Link, sql: str, rows: Sequence[dict[str, Any]], **types: Any) -> list[int]:
-    """Of an array statement: how many rows each of its parts has met."""
+async def execute_many(db: Connection, sql: str, rows: Sequence[dict[str, Any]], **types: Any) -> list[int]:
+    """Runs a statement for each row of values, in one message. Returns how many rows each of them matched."""
     with db.connection.cursor() as cursor:
         if types:
             cursor.setinputsizes(**types)
@@ -142,22 +146,22 @@ async def met(db: Link, sql: str, rows: Sequence[dict[str, Any]], **types: Any) 
         return list(cursor.getarraydmlrowcounts())
 
 
-async def add(db: Link, sql: str, rows: Sequence[Any], types: Sequence[Any], *, unless_there: bool) -> None:
-    """Of those that may be there already, those that are stay as they are."""
+async def add(db: Connection, sql: str, rows: Sequence[Any], types: Sequence[Any], *, ignore_existing: bool) -> None:
+    """Inserts rows. `ignore_existing`: rows that are stored already do not change."""
     if not rows:
         return
     with db.connection.cursor() as cursor:
         cursor.setinputsizes(*types)
-        await cursor.executemany(sql, list(rows), batcherrors=unless_there)
-        for error in cursor.getbatcherrors() if unless_there else ():
+        await cursor.executemany(sql, list(rows), batcherrors=ignore_existing)
+        for error in cursor.getbatcherrors() if ignore_existing else ():
             if error.code != _DUPLICATE:
                 raise oracledb.DatabaseError(error)
 
 
-async def fetched(
-    db: Link, sql: str, values: dict[str, Any], enough: Callable[[Sequence[Row]], bool] | None = None
+async def fetch(
+    db: Connection, sql: str, values: dict[str, Any], is_enough: Callable[[Sequence[Row]], bool] | None = None
 ) -> list[Row]:
-    """The rows of a query. `enough` is asked after every portion whether it is."""
+    """Returns the rows of a query. Stops when `is_enough`, called with each group of rows, returns true."""
     with db.connection.cursor() as cursor:
         cursor.arraysize, cursor.prefetchrows = FETCH_ROWS, FETCH_ROWS
         types = {name: oracledb.DB_TYPE_TIMESTAMP for name, value in values.items() if isinstance(value, datetime)}
@@ -165,20 +169,21 @@ async def fetched(
             cursor.setinputsizes(**types)
         await cursor.execute(sql, values, fetch_lobs=False)
         rows: list[Row] = []
-        while portion := await cursor.fetchmany(FETCH_ROWS):
-            rows += portion
-            if enough is not None and enough(portion):
+        while group := await cursor.fetchmany(FETCH_ROWS):
+            rows += group
+            if is_enough is not None and is_enough(group):
                 break
         return rows
 
 
-async def _held(db: Link, fences: Sequence[Fence], waters: Sequence[Position | None]) -> list[bool]:
-    """Locks the shard rows, in the order given. `waters`: what their low water becomes, if anything."""
+async def _check_fences(db: Connection, fences: Sequence[Fence], low_waters: Sequence[Position | None]) -> list[bool]:
+    """Locks the shard rows, in the given order. Returns which fences are valid. `low_waters`: the new low water of each
+    shard, or None."""
     rows = [
-        {"low_water": None if water is None else as_json(water), **_fence(fence)}
-        for fence, water in zip(fences, waters, strict=True)
+        {"low_water": None if low_water is None else as_json(low_water), **_fence(fence)}
+        for fence, low_water in zip(fences, low_waters, strict=True)
     ]
-    return [count == 1 for count in await met(db, FENCE, rows, low_water=oracledb.DB_TYPE_VARCHAR)]
+    return [count == 1 for count in await execute_many(db, FENCE, rows, low_water=oracledb.DB_TYPE_VARCHAR)]
 
 
 def _fence(fence: Fence) -> dict[str, Any]:
@@ -189,22 +194,22 @@ def _fence(fence: Fence) -> dict[str, Any]:
 
 
 async def join(write: Run, member: Member, _: str) -> str:
-    """Joining twice is joining once; but the dead stay dead. Answers its history, as the connection knows it."""
+    """A second join changes nothing. A dead member stays dead. Returns the history that the connection has read."""
     values = (
         member.instance_id,
-        kept(member.address),
+        encode_text(member.address),
         member.counter,
         int(member.alive),
         at(member.joined_at_ms),
-        kept(member.secret),
+        encode_text(member.secret),
     )
     sql = (
         "INSERT INTO members (instance_id, address, counter, alive, joined_at, secret) VALUES (:1, :2, :3, :4, :5, :6)"
     )
     types = (None, None, None, None, oracledb.DB_TYPE_TIMESTAMP, None)
 
-    async def work(db: Link) -> tuple[bool, str]:
-        await add(db, sql, [values], types, unless_there=True)
+    async def work(db: Connection) -> tuple[bool, str]:
+        await add(db, sql, [values], types, ignore_existing=True)
         row = await db.connection.fetchone("SELECT alive FROM members WHERE instance_id = :1", [member.instance_id])
         return row is not None and bool(row[0]), db.history
 
@@ -220,7 +225,7 @@ async def heartbeat(write: Run, instance_id: str, counter: int, _: str) -> tuple
         " RETURNING SYS_EXTRACT_UTC(SYSTIMESTAMP) INTO :now"
     )
 
-    async def work(db: Link) -> tuple[list[datetime], str]:
+    async def work(db: Connection) -> tuple[list[datetime], str]:
         with db.connection.cursor() as cursor:
             now = cursor.var(oracledb.DB_TYPE_TIMESTAMP)
             await cursor.execute(sql, {"counter": counter, "instance_id": instance_id, "now": now})
@@ -234,9 +239,9 @@ async def heartbeat(write: Run, instance_id: str, counter: int, _: str) -> tuple
 
 async def members(read: Run) -> list[Member]:
     sql = "SELECT instance_id, address, counter, alive, joined_at, secret FROM members"
-    rows = await read(lambda db: fetched(db, sql, {}))
+    rows = await read(lambda db: fetch(db, sql, {}))
     found = [
-        Member(name, as_was(address) or "", counter, bool(alive), ms(joined_at), as_was(secret) or "")
+        Member(name, decode_text(address) or "", counter, bool(alive), ms(joined_at), decode_text(secret) or "")
         for name, address, counter, alive, joined_at, secret in rows
     ]
     return sorted(found, key=lambda member: member.instance_id)
@@ -245,10 +250,10 @@ async def members(read: Run) -> list[Member]:
 async def mark_dead(write: Run, instance_id: str, counter: int) -> bool:
     sql = "UPDATE members SET alive = 0 WHERE instance_id = :instance_id AND counter = :counter"
 
-    async def work(db: Link) -> bool:
-        [died] = await met(db, sql, [{"instance_id": instance_id, "counter": counter}])
+    async def work(db: Connection) -> bool:
+        [was_marked] = await execute_many(db, sql, [{"instance_id": instance_id, "counter": counter}])
         row = await db.connection.fetchone("SELECT alive FROM members WHERE instance_id = :1", [instance_id])
-        return bool(died) or row is None or not row[0]
+        return bool(was_marked) or row is None or not row[0]
 
     return await write(work)
 
@@ -262,57 +267,57 @@ async def forget_member(write: Run, instance_id: str) -> None:
 
 
 async def ensure_shards(write: Run, count: int) -> None:
-    async def work(db: Link) -> None:
-        there = {row[0] for row in await fetched(db, SHARDS, {"first": 0, "last": count})}
-        missing = [[shard_id] for shard_id in range(count) if shard_id not in there]
-        await add(db, NEW_SHARD, missing, (oracledb.DB_TYPE_NUMBER,), unless_there=True)
+    async def work(db: Connection) -> None:
+        stored = {row[0] for row in await fetch(db, SHARDS, {"first": 0, "last": count})}
+        missing = [[shard_id] for shard_id in range(count) if shard_id not in stored]
+        await add(db, NEW_SHARD, missing, (oracledb.DB_TYPE_NUMBER,), ignore_existing=True)
 
     await write(work)
 
 
 async def shards(read: Run) -> list[ShardRow]:
-    rows = await read(lambda db: fetched(db, SHARDS, {"first": 0, "last": 1 << 31}))
+    rows = await read(lambda db: fetch(db, SHARDS, {"first": 0, "last": 1 << 31}))
     return [shard_row(row) for row in rows]
 
 
 async def claim(write: Run, claims: Sequence[Claim]) -> list[ShardRow]:
     rows: dict[int, ShardRow] = {}
     step = in_steps(write)
-    for turn in turns([claim.shard_id for claim in claims]):
-        found: list[Row] = await step(partial(_claim_turn, [claims[index] for index in turn]))
+    for indexes in shard_rounds([claim.shard_id for claim in claims]):
+        found: list[Row] = await step(partial(_claim_round, [claims[index] for index in indexes]))
         rows.update((row[0], shard_row(row)) for row in found)
     return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
 
 
-async def _claim_turn(claims: Sequence[Claim], db: Link) -> list[Row]:
-    """The rows as they are afterwards: all that lie between, because that is one statement."""
+async def _claim_round(claims: Sequence[Claim], db: Connection) -> list[Row]:
+    """Returns the rows after the claims: all from the first to the last shard, because that is one statement."""
     values = [
         {
             "nonce": claim.nonce,
             "owner_id": claim.owner_id,
-            "owner_address": kept(claim.owner_address),
+            "owner_address": encode_text(claim.owner_address),
             "claimed_at": at(claim.now_ms),
             "shard_id": claim.shard_id,
             "version": claim.expected_version,
         }
         for claim in claims
     ]
-    await met(db, CLAIM, values, claimed_at=oracledb.DB_TYPE_TIMESTAMP)
-    return await fetched(db, SHARDS, {"first": claims[0].shard_id, "last": claims[-1].shard_id})
+    await execute_many(db, CLAIM, values, claimed_at=oracledb.DB_TYPE_TIMESTAMP)
+    return await fetch(db, SHARDS, {"first": claims[0].shard_id, "last": claims[-1].shard_id})
 
 
 async def release(write: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
     step = in_steps(write)
-    for turn in turns([fence.shard_id for fence in fences]):
-        counts: list[int] = await step(partial(_release_turn, [fences[index] for index in turn]))
-        for index, count in zip(turn, counts, strict=True):
+    for indexes in shard_rounds([fence.shard_id for fence in fences]):
+        counts: list[int] = await step(partial(_release_round, [fences[index] for index in indexes]))
+        for index, count in zip(indexes, counts, strict=True):
             results[index] = None if count else lost(fences[index])
     return results
 
 
-async def _release_turn(fences: Sequence[Fence], db: Link) -> list[int]:
-    return await met(db, RELEASE, [_fence(fence) for fence in fences])
+async def _release_round(fences: Sequence[Fence], db: Connection) -> list[int]:
+    return await execute_many(db, RELEASE, [_fence(fence) for fence in fences])
 
 
 # --- timers: writing -----------------------------------------------------------------------------
@@ -321,31 +326,33 @@ async def _release_turn(fences: Sequence[Fence], db: Link) -> list[int]:
 async def commit(write: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
     step = in_steps(write)
-    for turn in turns([batch.fence.shard_id for batch in batches]):
-        answers: list[Committed | ShardLost] = await step(partial(_commit_turn, [batches[index] for index in turn]))
-        for index, answer in zip(turn, answers, strict=True):
-            results[index] = answer
+    for indexes in shard_rounds([batch.fence.shard_id for batch in batches]):
+        results_of_round: list[Committed | ShardLost] = await step(
+            partial(_commit_round, [batches[index] for index in indexes])
+        )
+        for index, result in zip(indexes, results_of_round, strict=True):
+            results[index] = result
     return results
 
 
-async def _commit_turn(batches: Sequence[Batch], db: Link) -> list[Committed | ShardLost]:
-    """All batches or, if a fence failed, nothing; then the others are written as if that one had not been there."""
-    held = await _held(db, [batch.fence for batch in batches], [batch.low_water for batch in batches])
-    if not all(held):
+async def _commit_round(batches: Sequence[Batch], db: Connection) -> list[Committed | ShardLost]:
+    """Writes all batches or, if a fence failed, nothing. Then the batches whose fence is valid are written."""
+    valid = await _check_fences(db, [batch.fence for batch in batches], [batch.low_water for batch in batches])
+    if not all(valid):
         await db.connection.rollback()
-        good = [batch for batch, holds in zip(batches, held, strict=True) if holds]
-        done = iter(await _commit_turn(good, db) if good else ())
-        return [next(done) if holds else lost(batch.fence) for batch, holds in zip(batches, held, strict=True)]
+        good = [batch for batch, holds in zip(batches, valid, strict=True) if holds]
+        done = iter(await _commit_round(good, db) if good else ())
+        return [next(done) if holds else lost(batch.fence) for batch, holds in zip(batches, valid, strict=True)]
     puts = [(batch.fence.shard_id, timer) for batch in batches for timer in batch.puts]
-    reached = [(batch.fence.shard_id, ended) for batch in batches for ended in batch.reached]
+    reached = [(batch.fence.shard_id, reached_columns) for batch in batches for reached_columns in batch.reached]
     keys = [(shard_id, timer.key) for shard_id, timer in puts]
     keys += [(batch.fence.shard_id, key) for batch in batches for key in batch.deletes]
-    gone = await met(db, DELETE, [_key(shard_id, key) for shard_id, key in keys]) if keys else []
+    deleted = await execute_many(db, DELETE, [_key(shard_id, key) for shard_id, key in keys]) if keys else []
     timer_rows = [timer_row(shard_id, timer) for shard_id, timer in puts]
-    reached_rows = [reached_row(shard_id, ended) for shard_id, ended in reached]
-    await add(db, INSERT["timers"], timer_rows, INSERT_TYPES["timers"], unless_there=False)
-    await add(db, INSERT["reached"], reached_rows, INSERT_TYPES["reached"], unless_there=True)
-    return committed(batches, (number for number in range(len(puts)) if gone[number]))
+    reached_rows = [reached_row(shard_id, reached_columns) for shard_id, reached_columns in reached]
+    await add(db, INSERT["timers"], timer_rows, INSERT_TYPES["timers"], ignore_existing=False)
+    await add(db, INSERT["reached"], reached_rows, INSERT_TYPES["reached"], ignore_existing=True)
+    return committed(batches, (number for number in range(len(puts)) if deleted[number]))
 
 
 def _key(shard_id: int, key: TimerKey) -> dict[str, Any]:
@@ -356,47 +363,47 @@ async def purge_reached(write: Run, fences: Sequence[Fence], before_ms: int, lim
     results: list[int | ShardLost] = [0] * len(fences)
     step = in_steps(write)
     values = {"before": at(bound_ms(before_ms)), "most": limit}
-    for turn in turns([fence.shard_id for fence in fences]):
-        some = [fences[index] for index in turn]
-        answers: list[int | ShardLost] = await step(partial(_purge_turn, some, values))
-        for index, answer in zip(turn, answers, strict=True):
-            results[index] = answer
+    for indexes in shard_rounds([fence.shard_id for fence in fences]):
+        some = [fences[index] for index in indexes]
+        results_of_round: list[int | ShardLost] = await step(partial(_purge_round, some, values))
+        for index, result in zip(indexes, results_of_round, strict=True):
+            results[index] = result
     return results
 
 
-async def _purge_turn(fences: Sequence[Fence], values: dict[str, Any], db: Link) -> list[int | ShardLost]:
-    """A fence that failed has changed nothing, so the others can go on."""
-    held = await _held(db, fences, [None] * len(fences))
-    good = [{"shard_id": fence.shard_id, **values} for fence, holds in zip(fences, held, strict=True) if holds]
-    counts = iter(await met(db, PURGE, good, before=oracledb.DB_TYPE_TIMESTAMP) if good else ())
-    return [next(counts) if holds else lost(fence) for fence, holds in zip(fences, held, strict=True)]
+async def _purge_round(fences: Sequence[Fence], values: dict[str, Any], db: Connection) -> list[int | ShardLost]:
+    """A fence that failed has changed nothing, so the others continue."""
+    valid = await _check_fences(db, fences, [None] * len(fences))
+    good = [{"shard_id": fence.shard_id, **values} for fence, holds in zip(fences, valid, strict=True) if holds]
+    counts = iter(await execute_many(db, PURGE, good, before=oracledb.DB_TYPE_TIMESTAMP) if good else ())
+    return [next(counts) if holds else lost(fence) for fence, holds in zip(fences, valid, strict=True)]
 
 
 # --- timers: reading -----------------------------------------------------------------------------
 
 
 async def load(read: Run, requests: Sequence[PageRequest]) -> list[Page]:
-    async def work(db: Link) -> list[Page]:
+    async def work(db: Connection) -> list[Page]:
         return [await _load_one(db, request, LOAD_BYTES_MAX // len(requests)) for request in requests]
 
     return await read(work) if requests else []
 
 
-async def _load_one(db: Link, request: PageRequest, bytes_max: int) -> Page:
-    """A page ends early after the portion in which its payloads pass its weight."""
-    weight = 0
+async def _load_one(db: Connection, request: PageRequest, bytes_max: int) -> Page:
+    """A page ends early after the group of rows in which its payloads exceed the limit."""
+    payload_bytes = 0
 
-    def enough(portion: Sequence[Row]) -> bool:
-        nonlocal weight
-        weight += sum(len(row[_PAYLOAD] or b"") for row in portion)
-        return weight > bytes_max
+    def is_enough(group: Sequence[Row]) -> bool:
+        nonlocal payload_bytes
+        payload_bytes += sum(len(row[_PAYLOAD] or b"") for row in group)
+        return payload_bytes > bytes_max
 
     values = scan_values(0, request.shard_id, request.after, request.until_ms, request.limit + 1)
-    rows = await fetched(db, LOAD, values, enough)
-    if weight <= bytes_max and len(rows) <= request.limit:
-        return page_of(rows, None, READING)
+    rows = await fetch(db, LOAD, values, is_enough)
+    if payload_bytes <= bytes_max and len(rows) <= request.limit:
+        return page_of(rows, None, ROW_READER)
     del rows[request.limit :]
-    return page_of(rows, READING.place(rows[-1]), READING)
+    return page_of(rows, ROW_READER.position(rows[-1]), ROW_READER)
 
 
 async def get_many(read: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
@@ -404,25 +411,27 @@ async def get_many(read: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Foun
     found: dict[tuple[int, TimerKey], Found] = {}
     for first in range(0, len(wanted), KEYS_AT_ONCE):
         some = wanted[first : first + KEYS_AT_ONCE]
-        found |= await found_by_key(some, partial(_stored, read), READING)
+        found |= await found_by_key(some, partial(_stored_rows, read), ROW_READER)
     return [found[key] for key in keys]
 
 
-async def _stored(read: Run, keys: Sequence[tuple[int, TimerKey]], ends_max: int) -> Ends[tuple[int, TimerKey]]:
+async def _stored_rows(
+    read: Run, keys: Sequence[tuple[int, TimerKey]], reached_max: int
+) -> StoredRows[tuple[int, TimerKey]]:
     timers: dict[tuple[int, TimerKey], Row] = {}
-    ends: dict[tuple[int, TimerKey], list[Row]] = {}
-    sql = get_sql(KEYS_AT_ONCE, ends_max)
-    for row in await read(partial(fetched, sql=sql, values=_keys_values(keys))):
-        key = row[-1], TimerKey(*READING.name(row))
+    reached_rows: dict[tuple[int, TimerKey], list[Row]] = {}
+    sql = get_sql(KEYS_AT_ONCE, reached_max)
+    for row in await read(partial(fetch, sql=sql, values=_keys_values(keys))):
+        key = row[-1], TimerKey(*ROW_READER.key(row))
         if row[_OUTCOME] is None:
             timers[key] = row
         else:
-            ends.setdefault(key, []).append(row)
-    return timers, ends
+            reached_rows.setdefault(key, []).append(row)
+    return timers, reached_rows
 
 
 def _keys_values(keys: Sequence[tuple[int, TimerKey]]) -> dict[str, Any]:
-    """Always as many, the last one again and again, so that it is always the same statement."""
+    """Values for KEYS_AT_ONCE keys, so that the statement is always the same. The last key is repeated."""
     values: dict[str, Any] = {}
     for number in range(KEYS_AT_ONCE):
         shard_id, key = keys[min(number, len(keys) - 1)]
@@ -434,7 +443,7 @@ def _keys_values(keys: Sequence[tuple[int, TimerKey]]) -> dict[str, Any]:
 
 
 async def namespaces(read: Run) -> list[Namespace]:
-    rows = await read(lambda db: fetched(db, "SELECT name, body FROM namespaces", {}))
+    rows = await read(lambda db: fetch(db, "SELECT name, body FROM namespaces", {}))
     return namespaces_of(rows)
 
 
@@ -453,13 +462,13 @@ async def put_namespace(write: Run, namespace: Namespace, expected_revision: int
             " WHERE name = :name AND revision = :expected"
         )
 
-    async def work(db: Link) -> bool:
+    async def work(db: Connection) -> bool:
         try:
-            [changed] = await met(db, sql, [values])
+            [changed] = await execute_many(db, sql, [values])
         except oracledb.IntegrityError as error:
             if code_of(error) != _DUPLICATE:
                 raise
-            return False  # there is one
+            return False  # the namespace exists
         return bool(changed)
 
     return await write(work)

@@ -1,23 +1,23 @@
-"""Lists of PostgresStore: a round of scans is one statement, filtered by the server."""
+"""Lists of PostgresStore: a round of scans is one statement. The server filters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from duetime.store import Listing, ListQuery
-from duetime.stores.merging import Item, Piece, Scan, matching, merged
+from duetime.stores.merging import Item, Scan, ScanResult, match_row, merge_scans
 from duetime.stores.postgres.rows import KEY, at, selected
 from duetime.stores.postgres.statements import Run
-from duetime.stores.rows import as_json, bound_ms, place_of
+from duetime.stores.rows import as_json, bound_ms, position_of
 
 __all__ = ["list_timers"]
 
 
 def _list_sql(row_type: int, by_correlation: bool) -> str:
-    """A stretch of each scan: rows that match in full, of the others the position only.
+    """The next rows of each scan: all columns of rows that match, only the position of others.
 
-    A tag is looked for in the text of the options, which finds too much; the reader looks again. Taking JSON
-    apart here would fail on a row that has an escaped NUL in it, anywhere.
+    A tag is searched in the text of the options, which finds too many rows; `match_row` checks again. Parsing the JSON
+    here would fail for a row that has an escaped NUL anywhere in it.
     """
     due = "timer_execute_at" if row_type == 2 else "timer_scheduled_at"
     matches = f"""timer_namespace = $7::text
@@ -47,10 +47,10 @@ _LIST = {
 
 
 async def list_timers(run: Run, query: ListQuery) -> Listing:
-    """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
+    """Merges one scan per shard. With a correlation id, one scan of its index is enough."""
     by_correlation = query.correlation_id is not None
     sql = _LIST[3 if query.outcomes else 2, by_correlation]
-    asked_for = (
+    filters = (
         query.namespace,
         query.id_prefix,
         query.correlation_id,
@@ -60,7 +60,7 @@ async def list_timers(run: Run, query: ListQuery) -> Listing:
         sorted(query.outcomes) or None,
     )
 
-    async def fetch(scans: Sequence[Scan]) -> list[Piece]:
+    async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
         rows = await run(
             sql,
             [scan.shard_id for scan in scans],
@@ -69,11 +69,11 @@ async def list_timers(run: Run, query: ListQuery) -> Listing:
             [scan.after.uuid_low for scan in scans],
             [scan.count for scan in scans],
             bound_ms(scans[0].until_ms),
-            *asked_for,
+            *filters,
         )
         items: dict[int, list[Item]] = {scan.shard_id: [] for scan in scans}
         for row in rows:
-            items[row[-2]].append((place_of(row), matching(query, row) if row[-1] else None))
-        return [Piece(items[scan.shard_id], len(items[scan.shard_id]) < scan.count) for scan in scans]
+            items[row[-2]].append((position_of(row), match_row(query, row) if row[-1] else None))
+        return [ScanResult(items[scan.shard_id], len(items[scan.shard_id]) < scan.count) for scan in scans]
 
-    return await merged(query, fetch, in_one_scan=by_correlation)
+    return await merge_scans(query, fetch, in_order=by_correlation)

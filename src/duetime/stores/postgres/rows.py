@@ -1,4 +1,4 @@
-"""How timers, reached timers and shards are columns of PostgreSQL: names and types, arrays in, rows out."""
+"""Columns of PostgreSQL for timers, reached timers and shards: names, types, arrays for writes, rows of reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ms(column: str) -> str:
 
 
 def _ms_or_null(column: str) -> str:
-    """For a stored time, which may be infinite: converting that would make the whole statement fail for one row."""
+    """For a stored time, which may be infinite: converting an infinite one would make the whole statement fail."""
     return f"CASE WHEN isfinite({column}) THEN {ms(column)} END"
 
 
@@ -48,13 +48,14 @@ COLUMNS: Final = {
     row_type: tuple((name, _TYPES.get(name, "text"), name in TIMES) for name in names)
     for row_type, names in ((2, TIMER_COLUMNS), (3, REACHED_COLUMNS))
 }
-# Arrays are what a commit costs the client most; these columns are nearly always the same, and then left out.
+# Encoding arrays is the largest cost of a commit for the client. These columns nearly always have the same value, and
+# then they are left out.
 SCHEDULED_AT: Final = 3  # among the common columns
 IF_NULL: Final = {"timer_attempts": "0", "timer_scheduled_at": "timer_execute_at"}
 
 
 def selected(row_type: int, if_only: str = "") -> str:
-    """The columns as they are read. `if_only`: NULL instead, but for the position, unless that is true."""
+    """The columns for a SELECT. `if_only`: columns after the position are NULL unless this condition is true."""
     texts = [_ms_or_null(f"t.{name}") if is_time else f"t.{name}" for name, _, is_time in COLUMNS[row_type]]
     if if_only:
         texts[3:] = [f"CASE WHEN {if_only} THEN {text} END" for text in texts[3:]]
@@ -65,7 +66,7 @@ def selected(row_type: int, if_only: str = "") -> str:
 
 
 def common_columns(timers: Sequence[Timer]) -> list[list[Any]]:
-    """From the namespace to the options."""
+    """The columns from the namespace to the options."""
     return [
         [timer.namespace for timer in timers],
         [timer.timer_id for timer in timers],
@@ -74,15 +75,15 @@ def common_columns(timers: Sequence[Timer]) -> list[list[Any]]:
         [timer.created_at_ms for timer in timers],
         [timer.attempts for timer in timers] if any(timer.attempts for timer in timers) else [],
         [timer.callback_url for timer in timers],
-        _unless_none([timer.payload for timer in timers]),
-        _unless_none([None if timer.retry_policy is None else as_json(timer.retry_policy) for timer in timers]),
-        _unless_none([timer.callback_timeout_seconds for timer in timers]),
-        _unless_none([timer.correlation_id for timer in timers]),
-        _unless_none([None if timer.extras is NO_EXTRAS else as_json(timer.extras) for timer in timers]),
+        _empty_if_all_none([timer.payload for timer in timers]),
+        _empty_if_all_none([None if timer.retry_policy is None else as_json(timer.retry_policy) for timer in timers]),
+        _empty_if_all_none([timer.callback_timeout_seconds for timer in timers]),
+        _empty_if_all_none([timer.correlation_id for timer in timers]),
+        _empty_if_all_none([None if timer.extras is NO_EXTRAS else as_json(timer.extras) for timer in timers]),
     ]
 
 
-def _unless_none(column: list[Any]) -> list[Any]:
+def _empty_if_all_none(column: list[Any]) -> list[Any]:
     return [] if column.count(None) == len(column) else column
 
 

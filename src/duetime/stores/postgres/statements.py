@@ -1,19 +1,19 @@
-"""What PostgresStore says to its database: every statement, and the functions that ask and read the answers.
+"""The statements of PostgresStore, and the functions that run them and decode the results.
 
-A commit is one statement and one round trip. Its first step locks the shard rows, in the order of their ids,
-and checks the fences; everything else in it happens only if all of them held. Locking is what makes a fence:
-a claim that is under way is waited for, and a row that it changed no longer matches. Batches travel as arrays,
-one for each column. Times travel as milliseconds and are made timestamps by the server, which is exact from 1970
-to 9999 and costs the client nothing.
+A commit is one statement and one round trip. Its first step locks the shard rows, ordered by id, and checks the fences;
+the other steps are executed only if all fences are valid. The lock makes the fence safe: it waits for a claim that is
+not committed yet, and a row that the claim changed does not match any more. Batches are passed as arrays, one for each
+column. Times are passed as milliseconds and converted to timestamps by the server, which is exact from 1970 to 9999 and
+costs the client nothing.
 
-A statement names its tables without a schema: that is the session's search path.
+Tables are named without a schema: the search path of the session selects it.
 
-No plan may depend on statistics, because it is made once, perhaps while the table is empty, and kept. PostgreSQL
-takes no orders, but it can be left without a choice, and every statement is written so. Sessions plan with nested
-loops and indexes only (connection.py). What leads (the keys, the fences) leads because the table can be entered
-in no other way: through LATERAL with an OFFSET or a LIMIT, or by a whole key all of which, even the row_type, comes
-from the leading side. And a question matches one index: those by time name row_type, those by id never do, but
-timer_outcome. tests/conformance/test_postgres_zombies.py counts what is read.
+No plan may depend on statistics, because a plan is made once, perhaps while the table is empty, and kept. PostgreSQL
+has no hints, so every statement is written so that there is only one possible plan. Sessions plan only with nested
+loops and indexes (connection.py). The outer side of a join is the keys or the fences, because the table can be accessed
+in no other way: through LATERAL with an OFFSET or a LIMIT, or by a complete key whose columns, including row_type, all
+come from the outer side. And each condition matches one index: conditions by time name row_type; conditions by id never
+do, they name timer_outcome. tests/conformance/test_postgres_zombies.py counts the rows that are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from duetime.domain.timer import ROW_FORMAT, Namespace, TimerKey
 from duetime.errors import MemberDead, ShardLost
 from duetime.store import Batch, Claim, Committed, Fence, Found, Member, Page, PageRequest, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, turns
+from duetime.stores.fencing import NOTHING_REPLACED, committed, in_steps, lost, shard_rounds
 from duetime.stores.postgres.rows import (
     COLUMNS,
     IF_NULL,
@@ -40,21 +40,21 @@ from duetime.stores.postgres.rows import (
     shard_row,
 )
 from duetime.stores.rows import (
-    Ends,
     Row,
+    StoredRows,
     as_json,
     bound_ms,
     found_by_key,
     namespaces_of,
     page_of,
-    place_of,
+    position_of,
 )
 
-LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one answer; pages that would be longer are made shorter
+LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one result; pages that would be longer are made shorter
 
 
 class Run(Protocol):
-    """Runs one statement in one of the store's sessions."""
+    """Runs one statement in a session."""
 
     def __call__(self, sql: str, /, *args: Any) -> Awaitable[list[Any]]: ...
 
@@ -70,7 +70,7 @@ _IS_TIMER_OF_KEY = """t.timer_outcome IS NULL AND t.shard_id = k.shard_id
 
 
 class _Arguments:
-    """Numbers the arguments of a statement that is put together from parts."""
+    """Numbers the arguments of a statement that is built from parts."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -82,7 +82,7 @@ class _Arguments:
 
 
 def _fence(arguments: _Arguments, *, to_change_it: bool = False) -> str:
-    """Locks one shard row after the other, in the order given, and leaves those whose fence holds."""
+    """Locks one shard row after the other, in the given order, and returns those whose fence is valid."""
     given = ", ".join(arguments.arrays("int", "bigint", "bigint"))
     return f"""fence AS MATERIALIZED (
   SELECT f.shard_id FROM unnest({given}) AS f(shard_id, version, nonce)
@@ -90,9 +90,9 @@ def _fence(arguments: _Arguments, *, to_change_it: bool = False) -> str:
 
 
 def _insert(arguments: _Arguments, row_type: int, after: str, keys: Sequence[str] = ()) -> str:
-    """Arrays may be shorter than the others: what is missing is NULL, or what IF_NULL says.
+    """An array may be shorter than the others: missing values are NULL, or what IF_NULL says.
 
-    `keys`: shard, namespace and id, where they are among the arguments already.
+    `keys`: the arguments for shard, namespace and id, if the statement has them already.
     """
     columns = COLUMNS[row_type]
     known = dict(zip(("shard_id", "timer_namespace", "timer_id"), keys, strict=False))
@@ -101,7 +101,7 @@ def _insert(arguments: _Arguments, row_type: int, after: str, keys: Sequence[str
     names = ", ".join(name for name, _, _ in columns)
     full = {name: f"coalesce({name}, {instead})" for name, instead in IF_NULL.items()}
     values = ", ".join(at(full.get(n, n)) if is_time else full.get(n, n) for n, _, is_time in columns)
-    # The timers that puts replace are gone by then; a reached row that is there already stays as it is.
+    # The timers that puts replace are deleted before this. A reached row that is stored already does not change.
     conflict = " ON CONFLICT DO NOTHING" if row_type == 3 else ""
     return f"""INSERT INTO timers (row_type, row_format, shard_id, {names})
   SELECT {row_type}, {ROW_FORMAT}, shard_id, {values} FROM unnest({given}) AS v(shard_id, {names})
@@ -110,21 +110,21 @@ def _insert(arguments: _Arguments, row_type: int, after: str, keys: Sequence[str
 
 @functools.cache
 def commit_sql(puts: bool, deletes: bool, reached: bool, low_water: bool) -> str:
-    """The commit, with only those parts that have something to do. $1: how many fences have to hold.
+    """The commit, with only the parts that are needed. $1: how many fences have to be valid.
 
-    Steps of one statement see the same snapshot and run in no order of their own, so order is made by asking
-    for the count of the step before: the fences are locked before anything is removed, and what is removed is
-    out of the unique indexes before anything is added.
+    The steps of one statement see the same snapshot, and their order is not defined. Each step reads the count of the
+    step before it, which defines the order: the fences are locked before anything is removed, and removed rows are out
+    of the unique indexes before anything is added.
     """
     arguments = _Arguments()
     arguments.count = 1
-    # Raising the low water changes the shard row; two sharers of its lock would wait for each other for ever.
+    # A new low water changes the shard row. With shared locks, two such commits would wait for each other: a deadlock.
     parts = [_fence(arguments, to_change_it=low_water)]
-    all_held = "(SELECT count(*) FROM fence) = $1::int"
-    removed, answer, sunk = all_held, "'{}'::bigint[]", "0"
+    all_valid = "(SELECT count(*) FROM fence) = $1::int"
+    removed, answer, low_waters_set = all_valid, "'{}'::bigint[]", "0"
     put_keys: list[str] | None = None
     if puts or deletes:
-        # The keys of the puts first: those found among them are what is replaced.
+        # The keys of the puts come first: those that are found among them are replaced.
         key_types = ("int", "text", "text")
         put_keys, gone_keys = (arguments.arrays(*key_types) if some else None for some in (puts, deletes))
         keys = ", ".join(" || ".join(some) for some in zip(*(k for k in (put_keys, gone_keys) if k), strict=True))
@@ -133,21 +133,21 @@ def commit_sql(puts: bool, deletes: bool, reached: bool, low_water: bool) -> str
   FROM unnest({keys}) WITH ORDINALITY AS k(shard_id, timer_namespace, timer_id, number)
   CROSS JOIN LATERAL (
     SELECT {_KEY_OF_ROW} FROM timers AS t WHERE {_IS_TIMER_OF_KEY} OFFSET 0) AS t
-  WHERE {all_held}),
+  WHERE {all_valid}),
 gone AS (DELETE FROM timers AS t USING found AS f WHERE {_IS_ROW_OF} RETURNING f.number)""")  # noqa: S608
-        removed = f"{all_held} AND (SELECT count(*) FROM gone) >= 0"  # noqa: S608
+        removed = f"{all_valid} AND (SELECT count(*) FROM gone) >= 0"  # noqa: S608
         answer = "ARRAY(SELECT number FROM gone)"
     if puts:
         parts.append(f"put AS ({_insert(arguments, 2, removed, put_keys or ())})")
     if reached:
-        parts.append(f"ended AS ({_insert(arguments, 3, all_held)})")
+        parts.append(f"ended AS ({_insert(arguments, 3, all_valid)})")
     if low_water:
         given = ", ".join(arguments.arrays("int", "bigint", "bigint", "bigint"))
         parts.append(f"""water AS MATERIALIZED (
   SELECT shard_set_low_water(w.shard_id, ARRAY[w.at_ms, w.high, w.low])
-  FROM unnest({given}) AS w(shard_id, at_ms, high, low) WHERE {all_held})""")  # noqa: S608
-        sunk = "(SELECT count(*) FROM water)"  # asked for, or it would not happen
-    return f"WITH {', '.join(parts)}\nSELECT ARRAY(SELECT shard_id FROM fence), {answer}, {sunk}, $1::int"  # noqa: S608
+  FROM unnest({given}) AS w(shard_id, at_ms, high, low) WHERE {all_valid})""")  # noqa: S608
+        low_waters_set = "(SELECT count(*) FROM water)"  # selected, because otherwise the step would not be executed
+    return f"WITH {', '.join(parts)}\nSELECT ARRAY(SELECT shard_id FROM fence), {answer}, {low_waters_set}, $1::int"  # noqa: S608
 
 
 _SHARD = (
@@ -155,7 +155,7 @@ _SHARD = (
     f" {ms('s.shard_claimed_at')}, s.shard_low_water"
 )
 _SHARDS = f"SELECT {_SHARD} FROM shards AS s ORDER BY s.shard_id"  # noqa: S608
-# The lock brings the row as it is now, whatever the snapshot says: it is what a claim that fails is answered with.
+# The lock reads the current row, which may be newer than the snapshot. It is the result of a claim that fails.
 _CLAIM = f"""
 WITH found AS MATERIALIZED (
   SELECT f.*, s.shard_version, s.shard_nonce, s.shard_owner_id, s.shard_owner_address, s.shard_claimed_at,
@@ -205,7 +205,8 @@ SELECT id, 0, 0, {at("0")} FROM generate_series(0, $1::int - 1) AS id ON CONFLIC
 """  # noqa: S608
 
 
-# A page is cut where its payloads pass its weight, but for its first timer; `total` tells that it was.
+# A page ends before the timer with which its payloads exceed the limit, but has at least one timer. `total` shows that
+# it was cut.
 _LOAD = f"""
 SELECT {selected(2)}, s.number, t.total
 FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::int[])
@@ -223,8 +224,9 @@ WHERE t.weight <= $7::bigint
 
 
 @functools.cache
-def get_sql(ends: int) -> str:
-    """Both halves in one statement, so that they are of one moment. The columns a timer has not are NULL."""
+def get_sql(reached_max: int) -> str:
+    """Timers and reached rows in one statement, so that both are of the same snapshot. Columns that a timer does not
+    have are NULL."""
     return f"""
 WITH k AS MATERIALIZED (
   SELECT * FROM unnest($1::int[], $2::text[], $3::text[])
@@ -236,11 +238,11 @@ SELECT {selected(3)}, k.number, 3 FROM k CROSS JOIN LATERAL (
   SELECT * FROM timers WHERE timer_outcome IS NOT NULL AND shard_id = k.shard_id
   AND timer_namespace = k.timer_namespace AND timer_id = k.timer_id
   ORDER BY timer_generation DESC, timer_reached_at DESC,
-    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT {ends}) AS t
+    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT {reached_max}) AS t
 """  # noqa: S608
 
 
-# --- fences and turns ----------------------------------------------------------------------------
+# --- fences --------------------------------------------------------------------------------------
 
 
 def _fence_columns(fences: Sequence[Fence]) -> list[list[int]]:
@@ -253,13 +255,13 @@ def _fence_columns(fences: Sequence[Fence]) -> list[list[int]]:
 
 # --- members -------------------------------------------------------------------------------------
 
-# What tells a database from the one it was before a failover or a restore: the timeline of its log.
+# The timeline of the log changes with a failover or a restore.
 TIMELINE = "substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8)"
 NO_TIMELINE = "''"
 
 
 async def join(run: Run, member: Member, timeline: str) -> str:
-    """Joining twice is joining once; but the dead stay dead. Answers the timeline."""
+    """A second join changes nothing. A dead member stays dead. Returns the timeline."""
     rows = await run(
         f"""WITH new AS (
   INSERT INTO members (instance_id, address, counter, alive, joined_at, secret)
@@ -326,16 +328,16 @@ async def shards(run: Run) -> list[ShardRow]:
 async def claim(run: Run, claims: Sequence[Claim]) -> list[ShardRow]:
     rows: dict[int, ShardRow] = {}
     run = in_steps(run)
-    for turn in turns([claim.shard_id for claim in claims]):
-        wishes = [claims[index] for index in turn]
+    for indexes in shard_rounds([claim.shard_id for claim in claims]):
+        group = [claims[index] for index in indexes]
         answer = await run(
             _CLAIM,
-            [c.shard_id for c in wishes],
-            [c.expected_version for c in wishes],
-            [c.nonce for c in wishes],
-            [c.owner_id for c in wishes],
-            [c.owner_address for c in wishes],
-            [c.now_ms for c in wishes],
+            [c.shard_id for c in group],
+            [c.expected_version for c in group],
+            [c.nonce for c in group],
+            [c.owner_id for c in group],
+            [c.owner_address for c in group],
+            [c.now_ms for c in group],
         )
         rows.update((row[0], shard_row(row)) for row in answer)
     return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
@@ -344,10 +346,10 @@ async def claim(run: Run, claims: Sequence[Claim]) -> list[ShardRow]:
 async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
     run = in_steps(run)
-    for turn in turns([fence.shard_id for fence in fences]):
-        rows = await run(_RELEASE, *_fence_columns([fences[index] for index in turn]))
+    for indexes in shard_rounds([fence.shard_id for fence in fences]):
+        rows = await run(_RELEASE, *_fence_columns([fences[index] for index in indexes]))
         released = {row[0] for row in rows}
-        for index in turn:
+        for index in indexes:
             if fences[index].shard_id not in released:
                 results[index] = lost(fences[index])
     return results
@@ -359,29 +361,29 @@ async def release(run: Run, fences: Sequence[Fence]) -> list[ShardLost | None]:
 async def commit(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
     run = in_steps(run)
-    for turn in turns([batch.fence.shard_id for batch in batches]):
-        for index, result in zip(turn, await _commit_turn(run, [batches[index] for index in turn]), strict=True):
+    for indexes in shard_rounds([batch.fence.shard_id for batch in batches]):
+        for index, result in zip(indexes, await _commit_round(run, [batches[index] for index in indexes]), strict=True):
             results[index] = result
     return results
 
 
-async def _commit_turn(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
-    """All batches or, if a fence failed, nothing; then the others are committed as if that one had not been there."""
-    [[held, found, *_]] = await run(*commit_call(batches))
-    if len(held) < len(batches):
-        good = [batch for batch in batches if batch.fence.shard_id in set(held)]
-        done = dict(zip((b.fence.shard_id for b in good), await _commit_turn(run, good) if good else (), strict=True))
+async def _commit_round(run: Run, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    """Commits all batches or, if a fence failed, nothing. Then the batches whose fence is valid are committed."""
+    [[owned, found, *_]] = await run(*commit_call(batches))
+    if len(owned) < len(batches):
+        good = [batch for batch in batches if batch.fence.shard_id in set(owned)]
+        done = dict(zip((b.fence.shard_id for b in good), await _commit_round(run, good) if good else (), strict=True))
         return [done.get(batch.fence.shard_id) or lost(batch.fence) for batch in batches]
     return committed(batches, [number - 1 for number in found])
 
 
 def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
-    """The statement and its arguments. No two batches name the same shard."""
+    """The statement and its arguments. No two batches are of the same shard."""
     args: list[Any] = [len(batches), *_fence_columns([batch.fence for batch in batches])]
     puts = [timer for batch in batches for timer in batch.puts]
     deletes = [key for batch in batches for key in batch.deletes]
     reached = [ended for batch in batches for ended in batch.reached]
-    waters = [(batch.fence.shard_id, *batch.low_water) for batch in batches if batch.low_water is not None]
+    low_waters = [(batch.fence.shard_id, *batch.low_water) for batch in batches if batch.low_water is not None]
     put_shards = [batch.fence.shard_id for batch in batches for _ in batch.puts]
     columns = common_columns(puts) if puts else []
     if puts:
@@ -397,9 +399,9 @@ def commit_call(batches: Sequence[Batch]) -> tuple[Any, ...]:
     if reached:
         args.append([batch.fence.shard_id for batch in batches for _ in batch.reached])
         args += reached_columns(reached)
-    if waters:
-        args += ([water[part] for water in waters] for part in range(4))
-    return commit_sql(bool(puts), bool(deletes), bool(reached), bool(waters)), *args
+    if low_waters:
+        args += ([low_water[part] for low_water in low_waters] for part in range(4))
+    return commit_sql(bool(puts), bool(deletes), bool(reached), bool(low_waters)), *args
 
 
 async def load(run: Run, requests: Sequence[PageRequest]) -> list[Page]:
@@ -422,12 +424,12 @@ async def load(run: Run, requests: Sequence[PageRequest]) -> list[Page]:
 
 
 def _page(request: PageRequest, rows: list[Row]) -> Page:
-    """The last column of each row is how many rows matched, at most limit + 1; some of them may have been left out."""
+    """The last column of each row is how many rows matched, at most limit + 1. Some of them may have been cut off."""
     total = rows[0][-1] if rows else 0
     if total <= request.limit and len(rows) == total:
         return page_of(rows, None)
     del rows[request.limit :]
-    return page_of(rows, place_of(rows[-1]))
+    return page_of(rows, position_of(rows[-1]))
 
 
 Key = tuple[int, TimerKey]
@@ -436,35 +438,35 @@ Key = tuple[int, TimerKey]
 async def get_many(run: Run, keys: Sequence[Key]) -> list[Found]:
     if not keys:
         return []
-    found = await found_by_key(list(dict.fromkeys(keys)), functools.partial(_stored, run))
+    found = await found_by_key(list(dict.fromkeys(keys)), functools.partial(_stored_rows, run))
     return [found[key] for key in keys]
 
 
-async def _stored(run: Run, keys: Sequence[Key], ends_max: int) -> Ends[Key]:
+async def _stored_rows(run: Run, keys: Sequence[Key], reached_max: int) -> StoredRows[Key]:
     rows = await run(
-        get_sql(ends_max),
+        get_sql(reached_max),
         [shard_id for shard_id, _ in keys],
         [key.namespace for _, key in keys],
         [key.timer_id for _, key in keys],
     )
     timers: dict[Key, Row] = {}
-    ends: dict[Key, list[Row]] = {}
+    reached_rows: dict[Key, list[Row]] = {}
     for row in rows:
         key = keys[row[-2] - 1]
         if row[-1] == 2:
             timers[key] = row
         else:
-            ends.setdefault(key, []).append(row)
-    return timers, ends
+            reached_rows.setdefault(key, []).append(row)
+    return timers, reached_rows
 
 
 async def purge_reached(run: Run, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
     results: list[int | ShardLost] = [0] * len(fences)
     run = in_steps(run)
-    for turn in turns([fence.shard_id for fence in fences]):
-        some = [fences[index] for index in turn]
+    for indexes in shard_rounds([fence.shard_id for fence in fences]):
+        some = [fences[index] for index in indexes]
         removed = dict(await run(_PURGE, *_fence_columns(some), bound_ms(before_ms), limit))
-        for index in turn:
+        for index in indexes:
             count = removed.get(fences[index].shard_id)
             results[index] = lost(fences[index]) if count is None else count
     return results

@@ -1,7 +1,7 @@
-"""The file under SqliteStore: its path, its lock, its schema, and the threads its connections live on.
+"""The database file of SqliteStore: its path, its lock, and the threads of its connections.
 
-One process at a time: the store holds an advisory lock on `<file>.lock`, which the operating system
-drops when the process dies, and which says in JSON who holds it.
+Only one process may use a file at a time. The store has an advisory lock on `<file>.lock`, which the operating system
+releases when the process ends. The content of that file says in JSON which process has the lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from importlib import resources
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
@@ -24,23 +23,13 @@ import msgspec
 
 from duetime.clock import SystemClock
 from duetime.domain.instants import format_instant
-from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
+from duetime.errors import StoreUnavailable
+from duetime.stores.store_url import store_url_error
 
-__all__ = ["FileLock", "Worker", "connect", "holder", "migrate", "path_of"]
+__all__ = ["ConnectionThread", "FileLock", "holder", "open_file", "path_of"]
 
-APPLICATION_ID = 0x44756554  # "DueT" in the file's header: tells our files from other programs'
-LOCK_PATIENCE_SECONDS = 0.5  # a predecessor may be in its last breath
+LOCK_WAIT_SECONDS = 0.5  # the previous process may be about to end
 BUSY_TIMEOUT_MS = 2_000
-
-_MIGRATIONS = sorted(
-    (
-        entry
-        for entry in resources.files("duetime.stores.sqlite").joinpath("migrations").iterdir()
-        if ".sql" in entry.name
-    ),
-    key=lambda entry: entry.name,
-)
-SCHEMA_VERSION = len(_MIGRATIONS)
 
 
 def path_of(url: str) -> str:
@@ -48,10 +37,9 @@ def path_of(url: str) -> str:
     prefix, separator, rest = url.partition(":///")
     path = unquote(rest)
     if prefix != "sqlite" or not separator or path in ("", ":memory:") or "?" in rest or "#" in rest:
-        raise SetupError(
-            f"store.url: {url!r} names no file; write sqlite:///relative.db or sqlite:////absolute/path.db"
-            " (for a store in memory, memory://)",
-            field="store.url",
+        raise store_url_error(
+            f"{url!r} names no file; write sqlite:///relative.db or sqlite:////absolute/path.db"
+            " (for a store in memory, memory://)"
         )
     return os.path.realpath(path)
 
@@ -62,7 +50,7 @@ if sys.platform == "win32":  # pragma: no cover - exercised on Windows only
     import msvcrt
 
     def _try_lock(handle: int) -> bool:
-        # Windows locks are mandatory: lock a byte far behind the text, so that others can read who it is.
+        # Windows locks are mandatory: lock a byte far after the text, so that other processes can read the text.
         os.lseek(handle, 1 << 30, os.SEEK_SET)
         try:
             msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
@@ -81,14 +69,14 @@ else:
 
 
 class FileLock:
-    """The right to use a database file, held from construction to `release`."""
+    """The lock of a database file, from construction to `release`."""
 
     def __init__(self, path: str) -> None:
         self._handle = _take(path)
         text = msgspec.json.encode(
             {"pid": os.getpid(), "host": socket.gethostname(), "since": format_instant(SystemClock().wall_ms())}
         )
-        with contextlib.suppress(OSError):  # on a full disk the lock holds all the same, only its text is missing
+        with contextlib.suppress(OSError):  # on a full disk the lock is valid, only its text is missing
             os.ftruncate(self._handle, 0)
             os.lseek(self._handle, 0, os.SEEK_SET)
             os.write(self._handle, text)
@@ -103,27 +91,24 @@ def _take(path: str) -> int:
     try:
         handle = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
     except OSError as error:
-        where = os.path.dirname(path)
-        raise SetupError(
-            f"store.url: cannot write in the directory {where}: {error.strerror}", field="store.url"
-        ) from None
-    give_up_at = time.monotonic() + LOCK_PATIENCE_SECONDS
+        folder = os.path.dirname(path)
+        raise store_url_error(f"cannot write in the directory {folder}: {error.strerror}") from None
+    give_up_at = time.monotonic() + LOCK_WAIT_SECONDS
     while not _try_lock(handle):
         if time.monotonic() >= give_up_at:
             os.close(handle)
             who = _read_holder(path)
-            raise SetupError(
-                f"store.url: {path} is in use by process {who.get('pid', 'unknown')}"
+            raise store_url_error(
+                f"{path} is in use by process {who.get('pid', 'unknown')}"
                 f" on {who.get('host', 'this machine')} since {who.get('since', 'an unknown time')};"
-                " a SQLite file serves one process at a time",
-                field="store.url",
+                " only one process can use a SQLite file at a time"
             )
         time.sleep(0.02)
     return handle
 
 
 def holder(url: str) -> dict[str, Any] | None:
-    """Who uses the file now: {"pid", "host", "since"}; None if nobody does. Changes nothing."""
+    """The process that uses the file: {"pid", "host", "since"}; None if there is none. Changes nothing."""
     path = path_of(url)
     try:
         handle = os.open(path + ".lock", os.O_RDWR)
@@ -144,128 +129,22 @@ def _read_holder(path: str) -> dict[str, Any]:
     return who if isinstance(who, dict) else {}
 
 
-# --- the schema ----------------------------------------------------------------------------------
+# --- connections and their threads ---------------------------------------------------------------
+
+T = TypeVar("T")
 
 
-def migrate(path: str) -> None:
-    """Make the tables, or bring them up to this version. Each step is whole or not at all."""
-    with _explained(path):
-        _make_private(path)
-        db = _open(path, apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
-        try:
-            found = _recognise(path, db)
-            _use_wal(path, db)
-            for number in range(found + 1, SCHEMA_VERSION + 1):
-                script = _MIGRATIONS[number - 1].read_text("utf-8")
-                db.execute("BEGIN IMMEDIATE")
-                try:
-                    db.execute(script)
-                    db.execute(f"PRAGMA application_id={APPLICATION_ID}")
-                    db.execute(f"PRAGMA user_version={number}")
-                    db.execute("COMMIT")
-                finally:
-                    if db.in_transaction:
-                        db.execute("ROLLBACK")
-        finally:
-            db.close()
-
-
-def connect(path: str, *pragmas: str) -> apsw.Connection:
-    """A connection to a file whose schema is exactly this version's."""
-    if not os.path.exists(path):
-        raise SchemaMismatch(f"{path} does not exist; `duetime serve` makes it")
-    with _explained(path):
-        db = _open(path, apsw.SQLITE_OPEN_READWRITE)
-        try:
-            found = _recognise(path, db)
-            if found < SCHEMA_VERSION:
-                raise SchemaMismatch(
-                    f"{path} has schema {found}, this version needs {SCHEMA_VERSION}; `duetime serve` updates it"
-                )
-            _use_wal(path, db)
-            for pragma in pragmas:
-                db.execute(f"PRAGMA {pragma}").fetchall()
-            # A damaged root page should stop the start, not the first request.
-            for table in ("timers", "members", "namespaces"):
-                db.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchall()  # noqa: S608 - names from the line above
-        except BaseException:
-            db.close()
-            raise
-        return db
-
-
-def _open(path: str, flags: int) -> apsw.Connection:
-    # The cache holds every statement text of the store: a handful, times the chunk sizes.
+def open_file(path: str, flags: int) -> apsw.Connection:
+    # The cache has space for every statement text of the store, including one for each number of inserted rows.
     db = apsw.Connection(path, flags=flags, statementcachesize=320)
     db.set_busy_timeout(BUSY_TIMEOUT_MS)
     return db
 
 
-def _make_private(path: str) -> None:
-    """A new file is its owner's alone: signing secrets are in it. SQLite gives its log the same mode."""
-    with contextlib.suppress(OSError):  # it is there already, or cannot be made: then SQLite says why
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+class ConnectionThread:
+    """A thread for one connection. `run` executes a function on it and returns the result.
 
-
-def _recognise(path: str, db: apsw.Connection) -> int:
-    """The schema version of the file, 0 for an empty one."""
-    application_id, version = db.pragma("application_id"), db.pragma("user_version")
-    if application_id != APPLICATION_ID:
-        if application_id or version or db.execute("SELECT count(*) FROM sqlite_schema").get:
-            raise SetupError(
-                f"store.url: {path} is a SQLite database of another program; name another file", field="store.url"
-            )
-        return 0
-    if version > SCHEMA_VERSION:
-        raise SchemaMismatch(
-            f"{path} has schema {version}, this version knows {SCHEMA_VERSION}: it was used by a newer Duetime"
-        )
-    return int(version)
-
-
-def _use_wal(path: str, db: apsw.Connection) -> None:
-    if db.pragma("journal_mode", "wal") != "wal":
-        raise SetupError(f"store.url: {path}: this file system cannot hold a SQLite write-ahead log", field="store.url")
-
-
-_EXPLANATIONS: tuple[tuple[type[apsw.Error], str], ...] = (
-    (apsw.NotADBError, "is not a SQLite database; name another file"),
-    (apsw.CorruptError, "is damaged; restore a backup, or try `sqlite3 <file> .recover`"),
-    (apsw.CantOpenError, "cannot be opened: is it a file, and may this user write to it and its directory?"),
-    (apsw.ReadOnlyError, "is read-only for this user"),
-    (apsw.PermissionsError, "is not accessible for this user"),
-    (apsw.FullError, "cannot be written: the disk is full"),
-    (apsw.BusyError, "is locked by another program"),
-)
-
-
-class _explained:  # noqa: N801 - reads as a word
-    """What goes wrong while opening becomes a SetupError that says what to do."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
-        if not isinstance(error, apsw.Error):
-            return
-        for kind, text in _EXPLANATIONS:
-            if isinstance(error, kind):
-                raise SetupError(f"store.url: {self._path} {text} ({error})", field="store.url") from error
-        raise SetupError(f"store.url: {self._path} cannot be used: {error}", field="store.url") from error
-
-
-# --- the threads ---------------------------------------------------------------------------------
-
-T = TypeVar("T")
-
-
-class Worker:
-    """A thread for one connection. `run` hands it a function and awaits the answer: one hop there, one back.
-
-    A cancelled `run` gives up waiting; the work itself is done all the same.
+    If `run` is cancelled, the function is executed nevertheless.
     """
 
     def __init__(self, name: str) -> None:
@@ -284,15 +163,15 @@ class Worker:
             try:
                 result = work()
             except BaseException as error:
-                _tell(loop, _fail, answer, error)
+                _call_on_loop(loop, _fail, answer, error)
             else:
-                _tell(loop, _succeed, answer, result)
+                _call_on_loop(loop, _succeed, answer, result)
 
         self._jobs.put(job)
         return await answer
 
     def stop(self) -> None:
-        """After what was asked for so far."""
+        """Stops the thread after the functions that are queued."""
         self._stopped = True
         self._jobs.put(None)
         self._thread.join()
@@ -300,11 +179,11 @@ class Worker:
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # hold no batch while waiting for the next
+            del job  # keep no batch in memory while waiting for the next
 
 
-def _tell(loop: asyncio.AbstractEventLoop, act: Callable[..., None], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
+def _call_on_loop(loop: asyncio.AbstractEventLoop, act: Callable[..., None], *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the event loop is closed: no task waits for the result
         loop.call_soon_threadsafe(act, *args)
 
 

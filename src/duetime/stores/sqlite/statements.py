@@ -1,11 +1,11 @@
-"""What SqliteStore says to its database: every statement, and the functions that run them on a connection.
+"""The statements of SqliteStore, and the functions that run them on a connection.
 
-SQLite frees Python's global lock for every step of a statement and has to win it back, which takes
-milliseconds while the event loop is busy. So nothing that is hot goes row by row: keys travel in as one
-JSON text, rows go in as multi-row VALUES, and answers come out as one JSON text. A commit is about five
-steps whatever its size; benchmarks/store_commit.py has the figures.
+SQLite releases Python's global lock for every step of a statement and has to acquire it again, which takes milliseconds
+while the event loop is busy. So frequent statements do not work row by row: keys are passed as one JSON text, rows are
+inserted as multi-row VALUES, and results are returned as one JSON text. A commit is about five steps whatever its size;
+benchmarks/store_commit.py has the figures.
 
-Writing functions are called inside a transaction that holds the write lock.
+Functions that write are called inside a transaction that has the write lock.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from msgspec import Struct
 from duetime.domain.timer import ROW_FORMAT, Namespace, Position, TimerKey
 from duetime.errors import MemberDead, ShardLost
 from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, PageRequest, ShardRow
-from duetime.stores.fencing import NOTHING_REPLACED, committed, lost, turns
-from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Collected, matching
+from duetime.stores.fencing import NOTHING_REPLACED, committed, lost, shard_rounds
+from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, ListingBuilder, match_row
 from duetime.stores.rows import (
-    ENDS_MAX,
+    DEFAULT_ROW_READER,
     KEY_COLUMNS,
     LARGEST,
-    PLAIN,
     REACHED_COLUMNS,
+    REACHED_ROWS_MAX,
     TIMER_COLUMNS,
-    Reading,
+    RowReader,
     as_json,
     found_of,
     namespaces_of,
     page_of,
-    place_of,
+    position_of,
     reached_of,
     reached_values,
     timer_of,
@@ -60,17 +60,17 @@ def _insert(row_type: int, rows: int) -> str:
     """OR ROLLBACK, because without it SQLite keeps a journal for undoing part of a multi-row statement."""
     columns = _COLUMNS[row_type]
     row = f"({row_type}, {ROW_FORMAT}{', ?' * (columns.count(',') + 1)})"
-    # The timers that puts replace are gone by now; a reached row that is there already stays as it is.
+    # The timers that puts replace are deleted before this. A reached row that is stored already does not change.
     conflict = " ON CONFLICT DO NOTHING" if row_type == 3 else ""
     values = ",".join([row] * rows)
     return f"INSERT OR ROLLBACK INTO timers (row_type, row_format, {columns}) VALUES {values}{conflict}"  # noqa: S608
 
 
-# One text for every number of rows up to the most, so that a commit of any size is one or two steps, and all
-# of them stay prepared.
+# One text for every number of rows up to CHUNK_ROWS_MAX, so that an insert of any size is one or two steps, and all
+# texts stay prepared.
 INSERTS = {row_type: [_insert(row_type, rows) for rows in range(CHUNK_ROWS_MAX + 1)] for row_type in (2, 3)}
 
-# The fences of the shards ?1, and which of the keys ?2 are stored: all a commit has to know, in one step.
+# The fences of the shards ?1, and which of the keys ?2 are stored: all that a commit needs, in one step.
 _CHECK = """
 SELECT
   (SELECT json_group_array(json_array(shard_id, shard_version, shard_nonce)) FROM timers
@@ -115,7 +115,7 @@ SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
   WHERE shard_id = ? AND row_type = 2 AND ({_KEY}) > (?, ?, ?) AND timer_execute_at <= ?
   ORDER BY {_KEY} LIMIT ?)
 """  # noqa: S608
-# Both halves in one statement, so that they are of one moment.
+# Timers and reached rows in one statement, so that both are of the same snapshot.
 _GET = f"""
 SELECT
   (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {_TIMER} || ']', ','), '') || ']'
@@ -131,16 +131,16 @@ SELECT
        timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT 1)) AS ended
 """  # noqa: S608
 # For a key whose newest reached row cannot be decoded.
-_GET_ENDS = f"""
+_GET_REACHED = f"""
 SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
   SELECT {_REACHED} AS row FROM timers WHERE row_type = 3 AND shard_id = ? AND timer_namespace = ? AND timer_id = ?
   ORDER BY timer_generation DESC, timer_reached_at DESC,
-    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT {ENDS_MAX})
+    timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT {REACHED_ROWS_MAX})
 """  # noqa: S608
 
 
 def _list_sql(row_type: int, row: str, due: str, where: str) -> str:
-    """A stretch of one scan: rows that match in full, of the others the position only."""
+    """The next rows of one scan: all columns of rows that match, only the position of others."""
     return f"""
 SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
   SELECT CASE WHEN timer_namespace = :namespace
@@ -187,29 +187,32 @@ _decode_shards = msgspec.json.Decoder(list[_ShardJson]).decode
 
 
 def _text(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]) -> str:
-    """The answer of a statement that gives one text: in one step, where `.get` would look for a second row."""
+    """The result of a statement that returns one text. In one step: `.get` would read on for a second row."""
     [text] = cast(tuple[str], db.execute(sql, bindings).fetchone())
     return text
 
 
-# SQLite does not check that a text is UTF-8, and one that is not makes the whole answer undecodable. Then the answer is
-# fetched as bytes, and texts that are not UTF-8 are decoded with surrogates, which no valid text contains.
+# SQLite does not check that a text is UTF-8. One text that is not makes the whole result undecodable. Then the result
+# is fetched as bytes, and texts that are not UTF-8 are marked: they are decoded with surrogates, which valid texts do
+# not have.
 
 
-def _rows(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]) -> tuple[list[list[Any]], Reading]:
-    """The rows of an answer, and how they are to be read."""
+def _rows(
+    db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]
+) -> tuple[list[list[Any]], RowReader]:
+    """The rows of a result, and how to decode them."""
     try:
-        return _decode_rows(_text(db, sql, bindings)), PLAIN
+        return _decode_rows(_text(db, sql, bindings)), DEFAULT_ROW_READER
     except UnicodeDecodeError:
         [answer] = cast(tuple[bytes], db.execute(f"SELECT CAST(answer AS BLOB) FROM ({sql})", bindings).fetchone())  # noqa: S608
-        return _decode_marked(answer), _MARKED
+        return _decode_with_marks(answer), _MARKED_ROW_READER
 
 
-def _decode_marked(answer: bytes) -> list[Any]:
+def _decode_with_marks(answer: bytes) -> list[Any]:
     return list(json.loads(answer.decode(errors="surrogateescape")))
 
 
-def _unmarked(row: list[Any]) -> list[Any]:
+def _check_unmarked(row: list[Any]) -> list[Any]:
     for value in row:
         if isinstance(value, str):
             value.encode()
@@ -224,8 +227,8 @@ def _is_marked(text: str) -> bool:
     return text.encode(errors="ignore") != text.encode(errors="surrogatepass")
 
 
-_MARKED: Final = Reading(
-    timer=lambda row: timer_of(_unmarked(row)), reached=lambda row: reached_of(_unmarked(row)), name=_name
+_MARKED_ROW_READER: Final = RowReader(
+    timer=lambda row: timer_of(_check_unmarked(row)), reached=lambda row: reached_of(_check_unmarked(row)), key=_name
 )
 
 
@@ -233,7 +236,7 @@ _MARKED: Final = Reading(
 
 
 def join(db: apsw.Connection, member: Member) -> None:
-    """Joining twice is joining once; but the dead stay dead."""
+    """A second join changes nothing. A dead member stays dead."""
     db.execute(
         "INSERT INTO members (instance_id, address, counter, alive, joined_at, secret) VALUES (?, ?, ?, ?, ?, ?)"
         " ON CONFLICT DO NOTHING",
@@ -281,13 +284,13 @@ def _shard_rows(text: str) -> list[ShardRow]:
 
 
 def claim(db: apsw.Connection, claims: Sequence[Claim]) -> list[ShardRow]:
-    for turn in turns([claim.shard_id for claim in claims]):
-        wishes = [claims[index] for index in turn]
+    for indexes in shard_rounds([claim.shard_id for claim in claims]):
+        group = [claims[index] for index in indexes]
         db.execute(
             _CLAIM,
             (
                 as_json(
-                    [(c.shard_id, c.expected_version, c.nonce, c.owner_id, c.owner_address, c.now_ms) for c in wishes]
+                    [(c.shard_id, c.expected_version, c.nonce, c.owner_id, c.owner_address, c.now_ms) for c in group]
                 ),
             ),
         )
@@ -298,17 +301,17 @@ def claim(db: apsw.Connection, claims: Sequence[Claim]) -> list[ShardRow]:
 
 def release(db: apsw.Connection, fences: Sequence[Fence]) -> list[ShardLost | None]:
     results: list[ShardLost | None] = [None] * len(fences)
-    for turn in turns([fence.shard_id for fence in fences]):
-        held, _ = _check(db, [fences[index] for index in turn], [])
-        db.execute(_RELEASE, (as_json([fences[index].shard_id for index in turn if fences[index] in held]),))
-        for index in turn:
-            if fences[index] not in held:
+    for indexes in shard_rounds([fence.shard_id for fence in fences]):
+        owned, _ = _check(db, [fences[index] for index in indexes], [])
+        db.execute(_RELEASE, (as_json([fences[index].shard_id for index in indexes if fences[index] in owned]),))
+        for index in indexes:
+            if fences[index] not in owned:
                 results[index] = lost(fences[index])
     return results
 
 
 def _check(db: apsw.Connection, fences: Sequence[Fence], keys: Sequence[_Key]) -> tuple[set[Fence], list[int]]:
-    """Those of the fences that hold, and the indexes of those keys under which a timer is stored."""
+    """The fences that are valid, and the indexes of the keys under which a timer is stored."""
     shard_ids = [fence.shard_id for fence in fences]
     found, stored = db.execute(_CHECK, (as_json(shard_ids), as_json(keys))).fetchone()  # type: ignore[misc]
     current = {Fence(*fence) for fence in _decode_fences(found)}
@@ -322,23 +325,23 @@ _Key = tuple[int, str, str]
 
 def commit(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
     results: list[Committed | ShardLost] = [NOTHING_REPLACED] * len(batches)
-    for turn in turns([batch.fence.shard_id for batch in batches]):
-        for index, result in zip(turn, _commit_turn(db, [batches[index] for index in turn]), strict=True):
+    for indexes in shard_rounds([batch.fence.shard_id for batch in batches]):
+        for index, result in zip(indexes, _commit_round(db, [batches[index] for index in indexes]), strict=True):
             results[index] = result
     return results
 
 
-def _commit_turn(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
-    """All batches together: check, remove what is deleted or replaced, insert. No two name the same shard."""
+def _commit_round(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committed | ShardLost]:
+    """Checks the fences, removes what is deleted or replaced, and inserts. No two batches are of the same shard."""
     puts = [(batch.fence.shard_id, timer) for batch in batches for timer in batch.puts]
     keys = [(shard_id, timer.namespace, timer.timer_id) for shard_id, timer in puts]
-    held, stored = _check(db, [batch.fence for batch in batches], keys)
-    if len(held) < len(batches):
-        return _commit_held(db, batches, held)
-    gone = [(batch.fence.shard_id, *key) for batch in batches for key in batch.deletes]
-    gone += [keys[index] for index in stored]
-    if gone:
-        db.execute(_DELETE, (as_json(gone),))
+    owned, stored = _check(db, [batch.fence for batch in batches], keys)
+    if len(owned) < len(batches):
+        return _commit_owned(db, batches, owned)
+    deleted = [(batch.fence.shard_id, *key) for batch in batches for key in batch.deletes]
+    deleted += [keys[index] for index in stored]
+    if deleted:
+        db.execute(_DELETE, (as_json(deleted),))
     insert_rows(db, 2, [(shard_id, *timer_values(timer)) for shard_id, timer in puts])
     insert_rows(db, 3, [(b.fence.shard_id, *reached_values(reached)) for b in batches for reached in b.reached])
     for batch in batches:
@@ -347,11 +350,11 @@ def _commit_turn(db: apsw.Connection, batches: Sequence[Batch]) -> list[Committe
     return committed(batches, stored)
 
 
-def _commit_held(db: apsw.Connection, batches: Sequence[Batch], held: set[Fence]) -> list[Committed | ShardLost]:
-    """Some fences failed: the others are committed as if those batches had not been there."""
-    good = [batch for batch in batches if batch.fence in held]
-    done = iter(_commit_turn(db, good) if good else ())
-    return [next(done) if batch.fence in held else lost(batch.fence) for batch in batches]
+def _commit_owned(db: apsw.Connection, batches: Sequence[Batch], owned: set[Fence]) -> list[Committed | ShardLost]:
+    """Some fences failed: commits only the batches whose fence is valid."""
+    good = [batch for batch in batches if batch.fence in owned]
+    done = iter(_commit_round(db, good) if good else ())
+    return [next(done) if batch.fence in owned else lost(batch.fence) for batch in batches]
 
 
 def insert_rows(db: apsw.Connection, row_type: int, rows: list[tuple[Any, ...]]) -> None:
@@ -367,17 +370,17 @@ def load(db: apsw.Connection, requests: Sequence[PageRequest]) -> list[Page]:
 
 
 def _load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-    (rows, reading), limit = _shorter_if_too_big(
+    (rows, reader), limit = _shorter_if_too_big(
         lambda count: _rows(db, _LOAD, (shard_id, *after, until_ms, count + 1)), limit
     )
     if len(rows) <= limit:
-        return page_of(rows, None, reading)
+        return page_of(rows, None, reader)
     del rows[limit:]
-    return page_of(rows, place_of(rows[-1]), reading)
+    return page_of(rows, position_of(rows[-1]), reader)
 
 
 def _shorter_if_too_big(fetch: Callable[[int], T], count: int) -> tuple[T, int]:
-    """The answer, and for what count it was given."""
+    """Halves `count` until the result is not too large. Returns the result and the count."""
     while True:
         try:
             return fetch(count), count
@@ -390,42 +393,44 @@ def _shorter_if_too_big(fetch: Callable[[int], T], count: int) -> tuple[T, int]:
 def get_many(db: apsw.Connection, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
     try:
         text = as_json([(shard_id, *key) for shard_id, key in keys])
-        found, ended = _found_rows(db, text)
+        found, reached_rows = _found_rows(db, text)
     except apsw.TooBigError:
         if len(keys) == 1:
             raise
         half = len(keys) // 2
         return get_many(db, keys[:half]) + get_many(db, keys[half:])
-    return [_found(db, key, found.get(index), ended.get(index)) for index, key in enumerate(keys)]
+    return [_found(db, key, found.get(index), reached_rows.get(index)) for index, key in enumerate(keys)]
 
 
 _IndexedRows = dict[int, list[Any]]
 
 
 def _found_rows(db: apsw.Connection, keys_json: str) -> tuple[_IndexedRows, _IndexedRows]:
-    """Of timers and of their newest ends, by the indexes of their keys."""
+    """The rows of timers and the newest reached rows, by the indexes of their keys."""
     answers: Any
     try:
         answers = db.execute(_GET, (keys_json,)).fetchone()
-        timers, ended = map(_decode_rows, answers)
+        timers, reached_rows = map(_decode_rows, answers)
     except UnicodeDecodeError:
         as_blobs = f"SELECT CAST(timers AS BLOB), CAST(ended AS BLOB) FROM ({_GET})"  # noqa: S608
         answers = db.execute(as_blobs, (keys_json,)).fetchone()
-        timers, ended = map(_decode_marked, answers)
-    return dict(timers), dict(ended)
+        timers, reached_rows = map(_decode_with_marks, answers)
+    return dict(timers), dict(reached_rows)
 
 
-def _found(db: apsw.Connection, key: tuple[int, TimerKey], timer: list[Any] | None, end: list[Any] | None) -> Found:
-    found = found_of(timer, () if end is None else (end,), _MARKED)
-    if end is None or found.reached is not None:
+def _found(
+    db: apsw.Connection, key: tuple[int, TimerKey], timer: list[Any] | None, reached_row: list[Any] | None
+) -> Found:
+    found = found_of(timer, () if reached_row is None else (reached_row,), _MARKED_ROW_READER)
+    if reached_row is None or found.reached is not None:
         return found
-    ends, _ = _rows(db, _GET_ENDS, (key[0], *key[1]))
-    return found_of(timer, ends, _MARKED)
+    reached_rows, _ = _rows(db, _GET_REACHED, (key[0], *key[1]))
+    return found_of(timer, reached_rows, _MARKED_ROW_READER)
 
 
 def purge_reached(db: apsw.Connection, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
-    held, _ = _check(db, fences, [])
-    return [_purge(db, fence, before_ms, limit) if fence in held else lost(fence) for fence in fences]
+    owned, _ = _check(db, fences, [])
+    return [_purge(db, fence, before_ms, limit) if fence in owned else lost(fence) for fence in fences]
 
 
 def _purge(db: apsw.Connection, fence: Fence, before_ms: int, limit: int) -> int:
@@ -443,15 +448,15 @@ class _BudgetSpent(Exception):
 def list_timers(db: apsw.Connection, query: ListQuery) -> Listing:
     """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
     scan = _Scan(db, query)
-    found = Collected(query)
+    found = ListingBuilder(query)
     seen: Position | None = None
     try:
-        for row in heapq.merge(*scan.streams(), key=place_of):
+        for row in heapq.merge(*scan.streams(), key=position_of):
             if len(found.items) == query.limit:
                 break
-            seen = place_of(row)
+            seen = position_of(row)
             if len(row) > 3:
-                found.add(matching(query, row, _MARKED))
+                found.add(match_row(query, row, _MARKED_ROW_READER))
         else:
             seen = None
     except _BudgetSpent:
@@ -460,13 +465,13 @@ def list_timers(db: apsw.Connection, query: ListQuery) -> Listing:
 
 
 class _Scan:
-    """The range scans of one list call. They stop with _BudgetSpent; what was merged by then is in order."""
+    """The range scans of one list call. They raise _BudgetSpent after LIST_ROWS_MAX rows; merged rows are in order."""
 
     def __init__(self, db: apsw.Connection, query: ListQuery) -> None:
         self._db = db
         self._query = query
         self._rows_left = LIST_ROWS_MAX
-        by_due = not query.outcomes  # then the due range bounds the scan itself
+        by_due = not query.outcomes  # then the due range limits the scan itself
         after = query.after
         if by_due and query.due_from_ms is not None:
             after = max(after, Position(query.due_from_ms - 1, LARGEST, LARGEST))
@@ -486,7 +491,7 @@ class _Scan:
     def streams(self) -> list[Iterator[list[Any]]]:
         if self._query.correlation_id is not None:
             return [self._stream(0, _BY_CORRELATION, self._query.limit + 1)]
-        # Matches come evenly from all shards; a page that turns out too short is followed by a longer one.
+        # Matches are spread evenly over the shards. If a page is too short, the next one is longer.
         first_page = 2 + self._query.limit * 2 // self._query.num_shards
         return [self._stream(shard_id, _BY_SHARD, first_page) for shard_id in range(self._query.num_shards)]
 
@@ -494,7 +499,7 @@ class _Scan:
         sql = _LIST[bool(self._query.outcomes), where]
         after, first = self._after, True
         while True:
-            # The first page of every shard is free of the budget: without it nothing can be merged.
+            # The first page of every shard may exceed the budget: without it nothing can be merged.
             if self._rows_left <= 0 and not first:
                 raise _BudgetSpent
             rows, page = self._fetch(sql, shard_id, after, min(page, LIST_PAGE_MAX))
@@ -502,7 +507,7 @@ class _Scan:
             yield from rows
             if len(rows) < page:
                 return
-            after, page = place_of(rows[-1]), page * 2
+            after, page = position_of(rows[-1]), page * 2
 
     def _fetch(self, sql: str, shard_id: int, after: Position, page: int) -> tuple[list[list[Any]], int]:
         bindings = self._bindings | {"shard_id": shard_id, "a": after[0], "b": after[1], "c": after[2]}

@@ -1,7 +1,7 @@
-"""How timers, reached timers and shards are JSON for SQL Server, and rows of it.
+"""Timers, reached timers and shards as JSON for SQL Server, and as rows of it.
 
-A table of values is an array of arrays; `given` is how a statement reads it, with the types that it says itself. What
-is compared as bytes is text in there, and the bytes of that text (UTF-16) in the tables.
+A table of values is an array of arrays in JSON. A statement reads it with `json_rows`, which states the types. A text
+that is compared as bytes is text in the JSON, and in the tables the bytes of that text (UTF-16).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from duetime.stores.rows import (
     REACHED_COLUMNS,
     TIMER_COLUMNS,
     TIMES,
-    Reading,
     Row,
+    RowReader,
     reached_of,
     reached_values,
     timer_of,
@@ -29,13 +29,13 @@ from duetime.stores.rows import (
 
 __all__ = [
     "KEY",
-    "READING",
+    "ROW_READER",
     "SHARD",
     "as_bytes",
     "at",
     "document",
-    "given",
     "insert_sql",
+    "json_rows",
     "ms",
     "reached_at",
     "reached_row",
@@ -45,13 +45,13 @@ __all__ = [
     "timer_row",
 ]
 
-_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - a datetime2 has no time zone; all of ours are UTC
+_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - a datetime2 has no time zone; all are UTC
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _encode = msgspec.json.Encoder().encode
 
 
 def at(milliseconds: int) -> datetime:
-    """In a document it is "1970-01-01T00:00:00"."""
+    """The time as a datetime, which is written to JSON as "1970-01-01T00:00:00"."""
     return _EPOCH + milliseconds * _MILLISECOND
 
 
@@ -68,7 +68,7 @@ def document(value: object) -> str:
 KEY: Final = ", ".join(KEY_COLUMNS)
 COLUMNS: Final = {2: TIMER_COLUMNS, 3: REACHED_COLUMNS}
 _BYTES: Final = frozenset({"timer_namespace", "timer_id", "timer_correlation_id"})
-_HEAVY: Final = frozenset({"timer_payload", "timer_options"})
+_LONG_COLUMNS: Final = frozenset({"timer_payload", "timer_options"})
 _TYPES: Final = {
     "shard_id": "int",
     "timer_uuid_high": "bigint",
@@ -83,13 +83,13 @@ _TYPES: Final = {
     "timer_outcome": "varchar(20)",
     **dict.fromkeys(TIMES, "datetime2(3)"),
     **dict.fromkeys(_BYTES, "nvarchar(255)"),
-    **dict.fromkeys(_HEAVY, "nvarchar(max)"),
+    **dict.fromkeys(_LONG_COLUMNS, "nvarchar(max)"),
 }
 
 
-def given(path: str, **columns: str) -> str:
-    """The rows of a table in the document, with their types, in the order of their values."""
-    types = ", ".join(f"{name} {kind} '$[{place}]'" for place, (name, kind) in enumerate(columns.items()))
+def json_rows(path: str, **columns: str) -> str:
+    """The rows of a table in the JSON document, with their types. The columns are in the order of the values."""
+    types = ", ".join(f"{name} {kind} '$[{index}]'" for index, (name, kind) in enumerate(columns.items()))
     return f"OPENJSON(@doc, '{path}') WITH ({types})"
 
 
@@ -98,10 +98,10 @@ def as_bytes(text: str) -> str:
 
 
 def insert_sql(row_type: int, path: str) -> str:
-    """A reached row that is there already stays as it is."""
+    """A reached row that is stored already does not change."""
     names = ("shard_id", *COLUMNS[row_type])
     values = ", ".join(as_bytes(f"v.{name}") if name in _BYTES else f"v.{name}" for name in names)
-    rows = given(path, **{name: _TYPES[name] for name in names})
+    rows = json_rows(path, **{name: _TYPES[name] for name in names})
     sql = f"""INSERT INTO timers WITH (ROWLOCK) (row_type, row_format, {", ".join(names)})
   SELECT {row_type}, {ROW_FORMAT}, {values} FROM {rows} AS v"""  # noqa: S608
     if row_type == 3:
@@ -112,29 +112,29 @@ def insert_sql(row_type: int, path: str) -> str:
 
 
 def selected(row_type: int, only_if: str = "") -> str:
-    """The columns of t as they are read. `only_if`: those that may be long are NULL unless that is true."""
+    """The columns of t for a SELECT. `only_if`: columns that may be long are NULL unless this condition is true."""
     return ", ".join(_selected(name, only_if) for name in COLUMNS[row_type])
 
 
 def _selected(name: str, only_if: str) -> str:
     if name in _BYTES:
         return f"CAST(t.{name} AS nvarchar(255)) AS {name}"
-    if only_if and name in _HEAVY:
+    if only_if and name in _LONG_COLUMNS:
         return f"CASE WHEN {only_if} THEN t.{name} END AS {name}"
     return f"t.{name}"
 
 
 # --- rows ----------------------------------------------------------------------------------------
 
-_TIME_PLACES: Final = {
-    row_type: tuple(place for place, name in enumerate(names) if name in TIMES) for row_type, names in COLUMNS.items()
+_TIME_INDEXES: Final = {
+    row_type: tuple(index for index, name in enumerate(names) if name in TIMES) for row_type, names in COLUMNS.items()
 }
 
 
 def _row(shard_id: int, row_type: int, values: Iterable[Any]) -> list[Any]:
     row = list(values)
-    for place in _TIME_PLACES[row_type]:
-        row[place] = at(row[place])
+    for index in _TIME_INDEXES[row_type]:
+        row[index] = at(row[index])
     return [shard_id, *row]
 
 
@@ -148,26 +148,26 @@ def reached_row(shard_id: int, reached: Reached) -> list[Any]:
 
 def _read(row: Row, row_type: int) -> list[Any]:
     values = list(row)
-    for place in _TIME_PLACES[row_type]:
-        values[place] = ms(values[place])
+    for index in _TIME_INDEXES[row_type]:
+        values[index] = ms(values[index])
     return values
 
 
 def timer_at(row: Row) -> Timer:
-    """Of a row that begins with the columns of a timer."""
+    """Decodes a row that begins with the columns of a timer."""
     return timer_of(_read(row, 2))
 
 
 def reached_at(row: Row) -> Reached:
-    """Of a row that begins with the columns of a reached timer."""
+    """Decodes a row that begins with the columns of a reached timer."""
     return reached_of(_read(row, 3))
 
 
-def _place(row: Row) -> Position:
+def _position(row: Row) -> Position:
     return Position(ms(row[0]), row[1], row[2])
 
 
-READING: Final = Reading(timer=timer_at, reached=reached_at, place=_place)
+ROW_READER: Final = RowReader(timer=timer_at, reached=reached_at, position=_position)
 
 SHARD: Final = (
     "s.shard_id, s.shard_version, s.shard_nonce, s.shard_owner_id, s.shard_owner_address, s.shard_claimed_at,"
@@ -176,6 +176,6 @@ SHARD: Final = (
 
 
 def shard_row(row: Row) -> ShardRow:
-    """Of a row of SHARD."""
+    """Decodes a row with the columns of SHARD."""
     low_water = BEFORE_ALL if row[6] is None else Position(*msgspec.json.decode(row[6]))
     return ShardRow(row[0], row[1], row[2], row[3], row[4], ms(row[5]), low_water)
