@@ -29,10 +29,10 @@ EXIT_CODES = """\
 exit codes:
   0  done
   1  the operation failed: a watched timer failed, doctor or cluster status found something wrong
-  2  wrong usage or configuration; no server was asked
+  2  wrong usage or configuration; no request was sent
   3  no such timer or namespace
-  4  refused: invalid, in conflict, too large, or not allowed; nothing was changed
-  5  no Duetime at that URL, or it cannot serve now; nothing was changed, try again
+  4  refused: invalid, conflict, too large, or not allowed; nothing was changed
+  5  no Duetime server at that URL, or it cannot serve now; nothing was changed, try again
   6  outcome unknown: the write may or may not have happened
   130  interrupted
 """
