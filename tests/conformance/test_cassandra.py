@@ -7,3 +7,4 @@ from on_server import OnServer
 
 class TestCassandra(OnServer):
     SERVER = "cassandra"
+    HISTORIES = 12  # a write takes four round trips

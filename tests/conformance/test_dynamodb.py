@@ -10,3 +10,4 @@ from on_server import OnServer
 
 class TestDynamoDB(OnServer):
     SERVER = "ministack"
+    HISTORIES = 10  # the emulator is slow

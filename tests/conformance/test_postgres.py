@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 
 import pytest
@@ -22,12 +21,7 @@ class TestPostgres18(OnServer):
 class TestPostgres18BehindPgbouncer(OnServer):
     SERVER = "postgres18"
     OPTIONS = "?pooler=transaction"
-
-    @pytest.fixture(autouse=True)
-    def _fewer_examples(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Random histories without the pooler are those of TestPostgres18."""
-        if "DUETIME_TEST_EXAMPLES" not in os.environ:
-            monkeypatch.setenv("DUETIME_TEST_EXAMPLES", "8")
+    HISTORIES = 8  # the statements are those of TestPostgres18
 
     def way_to(self, url: str, request: pytest.FixtureRequest) -> str:
         stack = ExitStack()

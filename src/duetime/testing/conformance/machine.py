@@ -272,8 +272,10 @@ async def _everything(store: Store) -> object:
 
 
 class AgreesWithMemory(Harness):
+    HISTORIES = 25  # DUETIME_TEST_EXAMPLES in the environment overrides it
+
     async def test_random_histories_agree_with_the_memory_store(self) -> None:
-        examples = int(os.environ.get("DUETIME_TEST_EXAMPLES", "25"))
+        examples = int(os.environ.get("DUETIME_TEST_EXAMPLES", self.HISTORIES))
         bounds = settings(
             max_examples=examples,
             stateful_step_count=50,
