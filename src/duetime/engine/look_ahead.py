@@ -162,8 +162,8 @@ class LookAhead:
         return None
 
     def _keep_urgent(self) -> bool:
-        """Only urgent shards may be loaded now, and the first one is not urgent: urgent ones whose last load failed come
-        after it. Keep the urgent ones, if there are any; the others are found again with the next sweep."""
+        """Only urgent shards may be loaded now, and the first one is not urgent: urgent ones whose last load failed
+        come after it. Keep the urgent ones, if there are any; the others are found again with the next sweep."""
         urgent_before_ms = self._membership.now_ms() + _URGENT_MS
         urgent = [waiting for waiting in self._to_load if waiting[1] < urgent_before_ms]
         if urgent:
