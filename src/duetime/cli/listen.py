@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from msgspec import Struct
 
 from duetime.cli.errors import UsageError
-from duetime.cli.output import format_lateness, local_time, now_ms, print_json, shorten, styled, to_json
+from duetime.cli.output import format_lateness, local_time, now_ms, print_json, printable, shorten, styled, to_json
 from duetime.client import Callback, DuetimeError, again_at, ok, read_callback, retry
 from duetime.domain.instants import parse_duration
 from duetime.errors import SetupError
@@ -128,7 +128,7 @@ def _print(what: ReceivedCallback, *, as_json: bool) -> None:
         payload = "" if callback.payload is None else shorten(to_json(callback.payload), 60)
         print(
             local_time(),
-            styled(f"{callback.namespace}/{callback.timer_id}", "bold"),
+            styled(printable(f"{callback.namespace}/{callback.timer_id}"), "bold"),
             f"attempt {callback.attempt}",
             format_lateness(late_by_ms),
             styled(f"signature {what.signature}{', refused' * what.refused}", style),
@@ -143,7 +143,7 @@ def _print_other(request: Request, error: DuetimeError, *, as_json: bool) -> Non
     if as_json:
         print_json({"method": request.method, "path": request.path, "error": error.detail})
     else:
-        print(f"{local_time()}  {request.method} {request.path}  {error.detail}")
+        print(f"{local_time()}  {request.method} {printable(request.path)}  {printable(error.detail)}")
     _flush()
 
 

@@ -6,7 +6,7 @@ from argparse import Namespace as Arguments
 
 from duetime.cli.client_options import open_client, retry_policy_from
 from duetime.cli.errors import UsageError
-from duetime.cli.output import format_retries, print_fields, print_json, print_table, styled
+from duetime.cli.output import format_retries, print_fields, print_json, print_table, printable, styled
 from duetime.client import Namespace, NamespaceSettings
 
 __all__ = ["create", "delete", "get", "list_all", "rotate_secret", "update"]
@@ -38,7 +38,7 @@ async def list_all(arguments: Arguments) -> int:
             ["namespace", "shards", "keeps delivered", "keeps failed", "signed", "to"],
             [
                 (
-                    n.namespace,
+                    printable(n.namespace),
                     str(n.num_shards),
                     n.delivered_retention,
                     n.failed_retention,
@@ -111,7 +111,7 @@ def _show(arguments: Arguments, namespace: Namespace) -> None:
         return
     print_fields(
         [
-            ("namespace", styled(namespace.namespace, "bold")),
+            ("namespace", styled(printable(namespace.namespace), "bold")),
             ("shards", str(namespace.num_shards)),
             ("to", namespace.callback_url or ""),
             ("callback timeout", f"{namespace.callback_timeout_seconds} s"),

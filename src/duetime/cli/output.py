@@ -27,6 +27,7 @@ __all__ = [
     "print_fields",
     "print_json",
     "print_table",
+    "printable",
     "shorten",
     "styled",
     "styled_state",
@@ -101,8 +102,14 @@ def format_retries(policy: RetryPolicy) -> str:
     return f"{times}, pauses from {policy.initial_interval}{up_to}, for {policy.max_duration}"
 
 
+def printable(text: str) -> str:
+    """The text with control characters escaped. Ids, names and errors come from other users: without this they could
+    send control sequences to the terminal of the reader."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def shorten(text: str, width: int) -> str:
-    text = " ".join(text.split())
+    text = printable(" ".join(text.split()))
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

@@ -25,6 +25,7 @@ from duetime.cli.output import (
     print_fields,
     print_json,
     print_table,
+    printable,
     shorten,
     styled,
     styled_state,
@@ -195,11 +196,11 @@ def _change_line(timer: Timer) -> str:
     if timer.state is State.SCHEDULED:
         parts.append(f"due {_when(timer.execute_at)}")
         if timer.attempts:
-            parts.append(f"after {_attempts(timer)}: {timer.last_error or 'the receiver asked for another call'}")
+            error = printable(timer.last_error or "the receiver asked for another call")
+            parts.append(f"after {_attempts(timer)}: {error}")
     else:
-        parts += [
-            text for text in (_attempts(timer), format_lateness(timer.late_by_ms), timer.last_error or "") if text
-        ]
+        error = printable(timer.last_error or "")
+        parts += [text for text in (_attempts(timer), format_lateness(timer.late_by_ms), error) if text]
     return "  ".join(parts)
 
 
@@ -285,15 +286,15 @@ def _show(arguments: Arguments, timer: Timer) -> None:
             ("over since", _when(timer.reached_at) if timer.reached_at else ""),
             ("attempts", str(timer.attempts or "")),
             ("first attempt", format_lateness(timer.late_by_ms)),
-            ("last error", timer.last_error or ""),
-            ("to", timer.callback_url),
+            ("last error", printable(timer.last_error or "")),
+            ("to", printable(timer.callback_url)),
             ("payload", "" if timer.payload is None else shorten(msgspec.json.encode(timer.payload).decode(), 100)),
-            ("headers", ", ".join(f"{name}: {value}" for name, value in (timer.headers or {}).items())),
+            ("headers", printable(", ".join(f"{name}: {value}" for name, value in (timer.headers or {}).items()))),
             ("retries", format_retries(timer.retry_policy) if timer.retry_policy else ""),
             ("if missed", _if_missed(timer.missed)),
             ("callback timeout", f"{timer.callback_timeout_seconds} s" if timer.callback_timeout_seconds else ""),
-            ("tags", ", ".join(timer.tags)),
-            ("correlation id", timer.correlation_id or ""),
+            ("tags", printable(", ".join(timer.tags))),
+            ("correlation id", printable(timer.correlation_id or "")),
         ]
     )
 
@@ -319,7 +320,7 @@ def _row(timer: Timer) -> tuple[str, ...]:
 
 
 def _name(timer: Timer) -> str:
-    return timer.timer_id if timer.namespace == "default" else f"{timer.namespace}/{timer.timer_id}"
+    return printable(timer.timer_id if timer.namespace == "default" else f"{timer.namespace}/{timer.timer_id}")
 
 
 def _when(at: datetime) -> str:

@@ -110,12 +110,18 @@ def reply_of(answer: CommandAnswer | DuetimeError) -> Reply:
         case TimerView():
             return Reply(view=answer)
         case DuetimeError():
-            return Reply(error=type(answer).__name__, detail=answer.detail, field=answer.field, code=answer.code)
+            return Reply(error=_name_of(answer), detail=answer.detail, field=answer.field, code=answer.code)
 
 
 _ERRORS = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DuetimeError)
 }
+
+
+def _name_of(error: DuetimeError) -> str:
+    """The name of its class, or of the nearest base class in errors.py: the receiver knows no others, and would take an
+    adapter's own subclass of StoreUnavailable, which was not applied, for an unknown outcome."""
+    return next(kind.__name__ for kind in type(error).__mro__ if _ERRORS.get(kind.__name__) is kind)
 
 
 def read_reply(reply: Reply) -> CommandAnswer | None:

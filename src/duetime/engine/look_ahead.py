@@ -147,6 +147,8 @@ class LookAhead:
             near_ms = horizon_ms - self._membership.now_ms()
             urgent = near_ms < _URGENT_MS
             if self._counters.weight > (limit if urgent else limit * _LOAD_AHEAD_BELOW):
+                if not urgent and self._keep_urgent():
+                    continue
                 if near_ms < _CRITICAL_MS:
                     self._wake_at_weight = limit
                 if urgent and self._fire_loop.waiting > self._target_timers():
@@ -158,6 +160,16 @@ class LookAhead:
             if shard is not None and not (shard.loading or shard.state is not ShardState.OPEN or shard.recovering):
                 return shard
         return None
+
+    def _keep_urgent(self) -> bool:
+        """Only urgent shards may be loaded now, and the first one is not urgent: urgent ones whose last load failed
+        come after it. Keep the urgent ones, if there are any; the others are found again with the next sweep."""
+        urgent_before_ms = self._membership.now_ms() + _URGENT_MS
+        urgent = [waiting for waiting in self._to_load if waiting[1] < urgent_before_ms]
+        if urgent:
+            heapq.heapify(urgent)
+            self._to_load = urgent
+        return bool(urgent)
 
     async def _load(self, shards: list[Shard]) -> None:
         until_ms = self._membership.now_ms() + self._config.look_ahead.ms

@@ -6,7 +6,7 @@ import msgspec
 
 from duetime.clock import Clock
 from duetime.domain.timer import SHARDS_MAX, Namespace
-from duetime.errors import Conflict, InvalidField, NotFound, Unserved
+from duetime.errors import Conflict, InvalidField, NotFound, OutcomeUnknown, StoreUnavailable, Unserved
 from duetime.single_flight import SingleFlight
 from duetime.store import Store
 
@@ -94,11 +94,22 @@ class Namespaces:
             namespace = await self.get(name)
         if not namespace.deleting:
             return namespace
-        if not self._is_abandoned(namespace):
+        if self._is_abandoned(namespace):
+            namespace = await self._unmark(namespace)
+        if namespace.deleting:
             raise Unserved(f"Namespace {name!r} is about to be deleted; nothing was applied, try again in seconds")
-        return await self.replace(
-            msgspec.structs.replace(namespace, revision=namespace.revision + 1, deleting=False), namespace
-        )
+        return namespace
+
+    async def _unmark(self, marked: Namespace) -> Namespace:
+        """Remove the mark that it is being deleted. Returns the namespace as it is now."""
+        try:
+            return await self.replace(
+                msgspec.structs.replace(marked, revision=marked.revision + 1, deleting=False), marked
+            )
+        except Conflict:  # another create has removed the mark, or another deletion has set a new one
+            return await self.get(marked.name)
+        except OutcomeUnknown as error:  # of the namespace: the timer itself was not written
+            raise StoreUnavailable(error.detail) from error
 
     def _is_abandoned(self, namespace: Namespace) -> bool:
         """Has the mark been there for so long that the instance that set it must have stopped? If it has not, its

@@ -111,7 +111,12 @@ class Ownership:
                 orphans.append(row.fence)
         for start in range(0, len(to_claim), _SHARDS_PER_CALL):
             await self._claim(to_claim[start : start + _SHARDS_PER_CALL])
-        self.is_balanced = all(row.owner_id == target[shard_id] for shard_id, row in self.rows.items())
+        # A shard may be ours by its row and not be served: it was lost above, or this instance joined again during a
+        # claim. Then the next heartbeat balances again.
+        self.is_balanced = all(
+            row.owner_id == target[shard_id] and (row.owner_id != me or shard_id in self.shards)
+            for shard_id, row in self.rows.items()
+        )
         self._on_claimed()
         if to_release:
             self._spawn(self.release(to_release))

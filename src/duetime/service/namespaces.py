@@ -13,7 +13,16 @@ from duetime.domain.secrets import kept_secrets
 from duetime.domain.timer import BEFORE_ALL, ID_BYTES_MAX, Namespace, NamespaceSpec, Position
 from duetime.engine.engine import Engine
 from duetime.engine.namespaces import DEFAULT_NAMESPACE, FRESH_FOR_MS
-from duetime.errors import Conflict, DuetimeError, InvalidField, NotFound, SetupError, StoreError
+from duetime.errors import (
+    Conflict,
+    DuetimeError,
+    InvalidField,
+    NotFound,
+    OutcomeUnknown,
+    SetupError,
+    StoreError,
+    StoreUnavailable,
+)
 from duetime.service.commands import Commands
 from duetime.store import ListQuery, Store
 from duetime.telemetry import log
@@ -76,6 +85,8 @@ class NamespaceOperations:
             return await self.create(NamespaceSpec(name=name))
         except Conflict:
             return await self._cache.get(name)  # another request created it
+        except OutcomeUnknown as error:  # of the namespace: the timer was certainly not created
+            raise StoreUnavailable(error.detail) from error
 
     async def list_all(self) -> list[Namespace]:
         return await self._cache.all()

@@ -48,7 +48,7 @@ from duetime.domain.timer import (
     shard_of,
 )
 from duetime.engine.engine import Engine
-from duetime.errors import DuetimeError, InvalidField, NotOwner, NotReady
+from duetime.errors import DuetimeError, InvalidField, NotOwner, NotReady, OutcomeUnknown, StoreUnavailable
 from duetime.service import status
 from duetime.service.commands import Commands, StartedCreate, view_of
 from duetime.service.forwarded import ForwardedCommands
@@ -232,6 +232,8 @@ class Service:
                     await engine.balance()
             except TimeoutError:  # a claim may take longer; the command does not wait for it
                 raise NotOwner from None
+            except OutcomeUnknown as error:  # of a claim: the command itself was certainly not applied
+                raise StoreUnavailable(error.detail) from error
             if engine.rows.get(shard_id) == row:
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _PAUSE_MAX_SECONDS)

@@ -10,7 +10,9 @@ from msgspec import Struct
 
 from duetime.errors import SetupError
 
-__all__ = ["StoreUrl", "parse_store_url", "require_driver", "store_url_error"]
+__all__ = ["UNPARSED", "StoreUrl", "parse_store_url", "require_driver", "store_url_error"]
+
+UNPARSED = "are all options name=value, and @ : / ? # [ ] % in the password encoded?"
 
 
 def store_url_error(problem: str) -> SetupError:
@@ -69,12 +71,14 @@ def parse_store_url(url: str, product: str, option_name: Callable[[str], str] = 
     try:
         parts = urlsplit(url)
         given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    except ValueError as error:
-        raise _url_error(product, f"cannot be parsed: {error}") from None
+    except ValueError:  # its text is not repeated: it may have a part of the password
+        raise _url_error(product, f"cannot be parsed: {UNPARSED}") from None
     if parts.fragment:
         raise _url_error(product, "has a '#': in a name or a password it is written %23")
     if parts.netloc.count("@") > 1:
         raise _url_error(product, "has an '@' in its password: there it is written %40")
+    if parts.netloc and "@" in parts.path:  # without this check the path, which has a part of the password, is shown
+        raise _url_error(product, "has an '@' after a '/': in a name or a password they are written %40 and %2F")
     return StoreUrl(product, parts, {option_name(name): value for name, value in given})
 
 

@@ -187,6 +187,20 @@ def test_the_help_needs_neither_server_nor_event_loop() -> None:
 # --- timers --------------------------------------------------------------------------------------
 
 
+def test_texts_of_other_users_send_no_control_sequences_to_the_terminal(at: Run) -> None:
+    evil = "a\x1b]0;owned\x07\x1b[2J\u202e"
+    for command in (
+        ("create", evil, *FAR, "--tag", evil, "--correlation-id", evil),
+        ("get", evil),
+        ("list", "--prefix", evil),
+        ("fire-now", evil),
+    ):
+        code, out, _ = at("timer", *command)
+        assert code == 0
+        assert "a\\x1b]0;owned\\x07\\x1b[2J\\u202e" in out
+        assert not set(out) & {"\x1b", "\x07", "\u202e"}
+
+
 def test_a_timer_is_created_shown_changed_and_cancelled(at: Run) -> None:
     code, out, _ = at("timer", "create", "order-17", *FAR, "--payload", '{"a":1}', "--tag", "eu", "--header", "x-a: b")
     assert code == 0

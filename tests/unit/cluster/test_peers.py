@@ -29,10 +29,21 @@ from duetime.cluster.peer_protocol import (
 from duetime.config import load_config
 from duetime.domain.status import InstanceStatus
 from duetime.domain.timer import Created, State, TimerKey, TimerSpec, TimerView, Updated, Verdict
-from duetime.errors import Busy, Conflict, DuetimeError, InvalidField, NotFound, NotOwner, OutcomeUnknown, Unserved
+from duetime.errors import (
+    Busy,
+    Conflict,
+    DuetimeError,
+    InvalidField,
+    NotFound,
+    NotOwner,
+    OutcomeUnknown,
+    StoreUnavailable,
+    Unserved,
+)
 from duetime.http.client import Answer, HttpClient
 from duetime.http.server import Handler, HttpServer, Request, Response, serve_http
 from duetime.service.service import Service
+from duetime.stores.sessions import RetryAtOnce
 from duetime.telemetry import Telemetry
 from duetime.testing import make_timer
 
@@ -261,6 +272,13 @@ def test_every_kind_of_error_is_decoded_as_it_was_sent(error: DuetimeError) -> N
         read_reply(reply)
     read = caught.value
     assert (read.detail, read.field, read.code, read.status) == (error.detail, error.field, error.code, error.status)
+
+
+def test_an_error_of_an_adapter_is_sent_as_the_kind_of_error_that_every_instance_knows() -> None:
+    reply = reply_of(RetryAtOnce("a deadlock"))
+    assert reply.error == "StoreUnavailable"
+    with pytest.raises(StoreUnavailable, match="a deadlock"):
+        read_reply(reply)
 
 
 def test_an_error_of_a_newer_version_is_unknown() -> None:

@@ -504,6 +504,26 @@ class TestMemory:
 
         with_harness(scenario, timers_in_memory_max=1_000)
 
+    def test_above_three_quarters_an_urgent_shard_whose_load_failed_does_not_wait_for_shards_that_are_not_urgent(
+        self,
+    ) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 1)
+            harness.shards[1].horizon = end_of(START_WALL_MS + 20_000)
+            harness.look_ahead.add_weight(8_000)
+            harness.load_errors[0] = StoreUnavailable("away")
+            await until_loaded(harness)
+            assert harness.look_ahead._failed_at_ms.keys() == {0}
+            harness.load_errors.clear()
+            await until_loaded(harness)
+            assert harness.in_memory() == 1
+            assert harness.shards[1].horizon == end_of(START_WALL_MS + 20_000), "it is not urgent"
+            harness.look_ahead.add_weight(-8_000)
+            await until_loaded(harness)
+            assert harness.shards[1].horizon > end_of(START_WALL_MS + 20_000)
+
+        with_harness(scenario, shards=2)
+
     @pytest.mark.parametrize(("near_ms", "loaded"), [(1_999, True), (2_000, False)])
     def test_a_shard_that_cannot_wait_for_the_next_sweep_is_loaded_as_soon_as_the_weight_allows(
         self, near_ms: int, loaded: bool

@@ -597,3 +597,40 @@ def test_of_timers_held_for_their_namespace_as_many_are_parked_as_asked_for_and_
         assert sorted(world.destinations.called()) == ["a", "b", "c"]
 
     on_faulty(scenario)
+
+
+def test_creates_that_remove_the_mark_of_a_crashed_instance_at_the_same_time_all_succeed() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
+        shop = await make_shop(world)
+        await store.put_namespace(replace(shop, deleting=True, revision=1), 0)
+        await asyncio.sleep(2)
+        with pytest.raises(Unserved):
+            await create(world)
+        await asyncio.sleep(40)
+        putting = store.hold("put_namespace")
+        creating = [asyncio.ensure_future(create(world, 60_000, f"t{n}")) for n in range(3)]
+        await asyncio.sleep(0.5)
+        putting.set()
+        answers = [await each for each in creating]
+        assert [answer.replaced for answer in answers] == [False] * 3
+        assert world.engine.namespaces.known("shop") == replace(shop, revision=2)
+
+    on_faulty(scenario)
+
+
+@pytest.mark.parametrize("fault", [Fault.LOST_THEN_UNKNOWN, Fault.APPLIED_THEN_UNKNOWN])
+def test_a_create_is_not_applied_if_it_is_unknown_whether_the_mark_was_removed(fault: Fault) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
+        shop = await make_shop(world)
+        await store.put_namespace(replace(shop, deleting=True, revision=1), 0)
+        await asyncio.sleep(2)
+        with pytest.raises(Unserved):
+            await create(world)
+        await asyncio.sleep(40)
+        store.fail("put_namespace", fault)
+        with pytest.raises(StoreUnavailable):
+            await create(world)
+        assert (await store.get_many([(0, KEY)]))[0].timer is None
+        assert (await create(world)).replaced is False
+
+    on_faulty(scenario)

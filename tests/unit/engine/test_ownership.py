@@ -187,6 +187,30 @@ def test_a_claim_that_was_made_under_a_former_id_is_not_served() -> None:
     with_store(scenario)
 
 
+def test_an_instance_that_joined_again_during_a_claim_claims_with_its_next_heartbeat() -> None:
+    async def scenario(world: World, store: HookedStore) -> None:
+        membership = world.engine.membership
+        former = membership.instance_id
+        await world.engine.ownership.release(list(world.engine.shards.values()))
+
+        has_joined = asyncio.Event()
+
+        async def dies_and_joins_again() -> None:
+            await store.database.mark_dead(former, membership._counter)
+            while membership.instance_id == former or not membership.may_fire():
+                await asyncio.sleep(0.1)
+            has_joined.set()
+
+        store.before["claim"].append(dies_and_joins_again)
+        world.engine.ownership.is_balanced = False  # the next heartbeat claims
+        await has_joined.wait()
+        await asyncio.sleep(1.1)
+        assert (await row_of(store)).owner_id == membership.instance_id
+        assert list(world.engine.shards) == [0]
+
+    with_store(scenario)
+
+
 def test_a_claim_that_another_instance_has_won_is_not_served() -> None:
     async def scenario(world: World, store: HookedStore) -> None:
         await world.engine.ownership.release(list(world.engine.shards.values()))
@@ -390,8 +414,8 @@ def test_a_shard_whose_claim_the_database_has_lost_is_dropped_and_claimed_again(
         await store.database.release([before.fence])
         await store.database.claim([Claim(0, before.fence.version, 1, world.engine.membership.instance_id, "", 0)])
         await world.engine.balance()
-        await world.engine.balance()
         assert before.dropped
+        await asyncio.sleep(0.6)  # the next heartbeat claims it
         assert world.engine.shards[0].fence == (await row_of(store)).fence
 
     with_store(scenario)

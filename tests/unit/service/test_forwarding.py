@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from engine_world import URL, World
+from hooked_store import HookedStore, stored, with_store
 from two_instances import Wires, of_two, owned_by
 
 from duetime.cluster.forwarding import CommandAnswer, CreateCommand, Forward, Peer
@@ -29,6 +30,7 @@ from duetime.errors import (
     StoreUnavailable,
 )
 from duetime.store import Claim
+from duetime.testing.faulty import Fault
 
 
 def test_both_own_some_shards_and_each_accepts_commands_for_all() -> None:
@@ -336,6 +338,20 @@ def test_a_claim_that_hangs_does_not_keep_a_write_waiting_beyond_its_patience() 
         a.engine.balance = balance  # type: ignore[method-assign]
 
     of_two(scenario)
+
+
+def test_a_claim_whose_outcome_is_unknown_does_not_make_the_outcome_of_a_command_unknown() -> None:
+    """The command was refused before the claim: it was not applied, and its client may repeat it."""
+
+    async def scenario(world: World, store: HookedStore) -> None:
+        world.engine.ownership.drop(world.engine.shards[0], NotOwner())
+        store.fail("claim", Fault.LOST_THEN_UNKNOWN)
+        with pytest.raises(StoreUnavailable, match="injected"):
+            await world.create("a", 60_000)
+        assert await stored(store) is None
+        assert isinstance(await world.create("a", 60_000), Created)
+
+    with_store(scenario)
 
 
 def test_a_shard_whose_row_changes_is_asked_for_again_at_once() -> None:

@@ -23,6 +23,7 @@ from duetime.errors import (
     InvalidField,
     NotFound,
     SetupError,
+    StoreUnavailable,
 )
 from duetime.store import (
     Listing,
@@ -240,6 +241,18 @@ def test_who_is_not_the_first_to_make_a_namespace_on_first_use_uses_it() -> None
         assert store.calls["put_namespace"] == 4, "and one at the start"
         putting.set()
         assert [(await each).view.state for each in creating] == [State.SCHEDULED] * 3
+
+    on_faulty(scenario, namespaces__create_on_first_use=True)
+
+
+@pytest.mark.parametrize("fault", [Fault.LOST_THEN_UNKNOWN, Fault.APPLIED_THEN_UNKNOWN])
+def test_a_timer_is_not_applied_if_the_outcome_of_making_its_namespace_is_unknown(fault: Fault) -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
+        store.fail("put_namespace", fault)
+        spec = TimerSpec(namespace="new", timer_id="a", delay_ms=HOUR_MS, callback_url=URL)
+        with pytest.raises(StoreUnavailable, match="injected"):
+            await world.service.create(spec)
+        assert (await world.service.create(spec)).replaced is False
 
     on_faulty(scenario, namespaces__create_on_first_use=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from duetime.errors import SetupError
+from duetime.store import open_store
 from duetime.stores.store_url import parse_store_url, require_driver
 
 
@@ -20,6 +21,10 @@ def test_a_url_is_split_into_its_parts() -> None:
         ("some://h/db?novalue", "cannot be parsed"),
         ("some://me:se#cret@h/db", "has a '#': in a name or a password it is written %23"),
         ("some://me:se@cret@h/db", "has an '@' in its password: there it is written %40"),
+        ("some://me:se/cret@h/db", "has an '@' after a '/': in a name or a password they are written %40 and %2F"),
+        ("some://me:se?cret@h/db", "cannot be parsed: are all options name=value, and @ : / ? # [ ] % in the password"),
+        ("some://me:se[cret@h/db", "cannot be parsed"),
+        ("some://me:℀cret@h/db", "cannot be parsed"),
     ],
 )
 def test_a_url_that_cannot_be_parsed_is_an_error_of_the_setting(url: str, problem: str) -> None:
@@ -52,3 +57,18 @@ def test_a_missing_driver_is_a_setup_error_that_says_how_to_install_it() -> None
     require_driver("asyncio", "Some", extra="some")
     with pytest.raises(SetupError, match=r"Some needs its driver: pip install 'duetime\[some\]'"):
         require_driver("no_such_driver", "Some", extra="some")
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "mysql", "oracle", "sqlserver", "mongodb", "cassandra", "dynamodb"])
+@pytest.mark.parametrize("password", ["a?xyzzy", "a/xyzzy", "a#xyzzy", "℀xyzzy", "[xyzzy", "xyzzy]", "1/xyzzy"])
+def test_no_error_repeats_a_password_that_is_not_encoded(scheme: str, password: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        open_store(f"{scheme}://me:{password}@h/db")
+    assert caught.value.field == "store.url"
+    assert "xyzzy" not in caught.value.detail
+
+
+def test_a_url_without_a_scheme_is_not_repeated() -> None:
+    with pytest.raises(SetupError, match="no adapter for 'postgresql//me'") as caught:
+        open_store("postgresql//me:secret@h/db")
+    assert "secret" not in caught.value.detail

@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from msgspec import Struct
 
 from duetime.errors import SetupError
+from duetime.stores.store_url import UNPARSED
 
 __all__ = ["CONSISTENCY_LEVELS", "Address", "address_of", "wrong_url"]
 
@@ -43,8 +44,8 @@ def address_of(url: str) -> Address:
     try:
         parts = urlsplit(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-    except ValueError as error:
-        raise wrong_url(f"cannot be read: {error}") from None
+    except ValueError:  # its text is not repeated: it may have a part of the password
+        raise wrong_url(f"cannot be read: {UNPARSED}") from None
     for name in options:
         if name not in _OPTIONS:
             raise wrong_url(f"has the unknown option {name!r}; allowed are {', '.join(sorted(_OPTIONS))}")

@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from msgspec import Struct
 
 from duetime.errors import SetupError
+from duetime.stores.store_url import UNPARSED
 
 try:
     from pymongo.errors import PyMongoError
@@ -52,7 +53,10 @@ class Address(Struct, frozen=True):
 
 def address_of(url: str) -> Address:
     """mongodb://user:password@host:port,host:port/database?option=value, or mongodb+srv://…, in the driver's format."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # its text is not repeated: it may have a part of the password
+        raise _url_error(f"cannot be read: {UNPARSED}") from None
     if parts.fragment:
         raise _url_error("has a '#': in a name or a password write it as %23")
     if parts.netloc.count("@") > 1 or "@" in parts.path:
