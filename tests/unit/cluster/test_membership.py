@@ -908,6 +908,21 @@ class TestWatching:
             with_cluster(scenario)
 
 
+class PausedClock(VirtualClock):
+    """The process is paused right after reads of the wall clock: after each of the next ones for so many
+    milliseconds."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__(loop)
+        self.pauses_ms: list[int] = []
+
+    def wall_ms(self) -> int:
+        wall_ms = super().wall_ms()
+        if self.pauses_ms:
+            self._loop.now += self.pauses_ms.pop(0) / 1_000
+        return wall_ms
+
+
 class TestOffset:
     def test_a_difference_of_a_millisecond_is_no_jump_and_one_of_two_is(self) -> None:
         async def scenario(cluster: Cluster) -> None:
@@ -929,6 +944,28 @@ class TestOffset:
             await two.join()
             assert one.now_ms() == cluster.clock.wall_ms() + 1
             assert two.now_ms() == cluster.clock.wall_ms() - 1
+
+        with_cluster(scenario)
+
+    @pytest.mark.parametrize(
+        ("pauses_ms", "not_read"),
+        [([300, 0, 300, 300, 300], 3), ([300, 300, 300, 300, 0], 0), ([1, 300, 300, 300, 300], 4)],
+    )
+    def test_clocks_between_whose_reads_the_process_was_paused_are_read_again(
+        self, pauses_ms: list[int], not_read: int
+    ) -> None:
+        """The difference of such reads is wrong by the pause: a correct clock would count as wrong."""
+
+        async def scenario(cluster: Cluster) -> None:
+            clock = PausedClock(cluster.loop)
+            a = SimMember(cluster, clock, 1)
+            await a.join()
+            clock.pauses_ms = list(pauses_ms)
+            await a.send_heartbeat()
+            assert len(clock.pauses_ms) == not_read
+            clock.pauses_ms = []
+            assert abs(a.skew_ms) <= 1
+            assert abs(a.now_ms() - cluster.clock.wall_ms()) <= 1
 
         with_cluster(scenario)
 

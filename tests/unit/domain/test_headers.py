@@ -79,7 +79,8 @@ def test_headers_at_the_limits_pass() -> None:
 
 
 def test_a_bad_name_is_shown_in_ascii_and_not_at_any_length() -> None:
-    for name, shown in (("é" * 40, "'" + r"\xe9" * 40 + "'"), ("a:" * 1_000, "'" + "a:" * 20 + r"\u2026'")):
+    cut = "'" + "a:" * 20 + r"\u2026'"
+    for name, shown in (("é" * 40, "'" + r"\xe9" * 40 + "'"), ("a:" * 20 + "a", cut), ("a:" * 1_000, cut)):
         with pytest.raises(ValueError) as caught:
             check_headers({name: "v"})
         assert str(caught.value) == f"must not have the name {shown}: not a header name of 1 to 128 characters"

@@ -295,6 +295,23 @@ class TestLoading:
 
         with_harness(scenario, shards=2)
 
+    def test_a_shard_that_recovers_is_not_loaded_before_its_recovery_has_ended(self) -> None:
+        """Until then it fires nothing, and what it loads could not be removed from memory again."""
+
+        async def scenario(harness: Harness) -> None:
+            recovering = harness.shards[0]
+            harness.timers_of(0, 3)
+            recovering.start_recovery()
+            await until_loaded(harness)
+            assert [[request.shard_id for request in requests] for requests in harness.asked] == [[1]]
+            assert harness.in_memory() == 0
+            recovering.finish_recovery(ShardRow(0, 2, 2, "me"), {})
+            await until_loaded(harness)
+            assert [request.shard_id for request in harness.asked[1]] == [0]
+            assert harness.in_memory() == 3
+
+        with_harness(scenario, shards=2)
+
     def test_a_shard_that_is_dropped_while_it_loads_is_not_loaded_further(self) -> None:
         async def scenario(harness: Harness) -> None:
             harness.timers_of(0, 100)
@@ -541,6 +558,22 @@ class TestMemory:
             await asyncio.sleep(0.01)
             assert bool(harness.asked) == loaded
             harness.look_ahead.add_weight(-1_000)
+
+        with_harness(scenario, timers_in_memory_max=1_000)
+
+    def test_timers_that_leave_memory_after_an_awaited_load_do_not_wake_the_loaders_again(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.look_ahead.reduce_memory = lambda: None  # type: ignore[method-assign]
+            harness.look_ahead.add_weight(1_001)
+            harness.look_ahead.find_shards_to_load()
+            await asyncio.sleep(0.01)
+            assert harness.asked == []
+            harness.look_ahead.add_weight(-1)
+            await asyncio.sleep(0.01)
+            assert len(harness.asked) == 1
+            harness.look_ahead.add_weight(-1)
+            assert not harness.look_ahead._wake.is_set()
+            harness.look_ahead.add_weight(-999)
 
         with_harness(scenario, timers_in_memory_max=1_000)
 

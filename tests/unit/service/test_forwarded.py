@@ -28,7 +28,7 @@ from duetime.errors import (
 )
 from duetime.service import forwarded
 from duetime.store import Claim
-from duetime.testing.faulty import FaultyStore
+from duetime.testing.faulty import Fault, FaultyStore
 
 
 def command_to(
@@ -167,6 +167,26 @@ def test_a_create_of_another_instance_is_acknowledged_after_its_namespace_was_re
         namespaces.set()
         assert isinstance(await answer, Created)
         assert world.engine.telemetry.created.value == 1
+
+    on_faulty(scenario, namespaces__default_num_shards=16)
+
+
+def test_a_create_of_another_instance_whose_namespace_cannot_be_read_again_is_answered_unknown() -> None:
+    """It is on disk, but perhaps its namespace was deleted: it must not be acknowledged, and the sender must not wait
+    without end."""
+
+    async def scenario(world: World, store: FaultyStore) -> None:
+        commit = store.hold("commit")
+        answer = world.service.forwarded.receive(command_to(world, "a"))
+        await asyncio.sleep(0.1)
+        store.fail("namespaces", *[Fault.UNAVAILABLE] * 20)
+        await asyncio.sleep(5)  # the last read of the namespaces is too old by now
+        commit.set()
+        await asyncio.sleep(5)
+        assert answer.done()
+        with pytest.raises(OutcomeUnknown, match="cannot read whether the namespace still exists"):
+            await answer
+        assert world.engine.telemetry.created.value == 0
 
     on_faulty(scenario, namespaces__default_num_shards=16)
 

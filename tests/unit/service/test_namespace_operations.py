@@ -125,6 +125,24 @@ def test_of_two_concurrent_updates_of_a_namespace_one_gets_a_conflict() -> None:
     in_world(scenario)
 
 
+def test_an_update_of_a_namespace_that_is_being_deleted_wins_and_its_creates_are_accepted_again() -> None:
+    async def scenario(world: World) -> None:
+        await _make_shop(world)
+        deleting = asyncio.ensure_future(world.service.namespaces.delete("shop"))
+        await asyncio.sleep(0.1)
+        assert (await world.service.namespaces.get("shop")).deleting
+        updated = await world.service.namespaces.update(NamespaceSpec(name="shop", callback_url="http://new.test/"))
+        assert (updated.deleting, updated.deleted) == (False, False)
+        created = await world.service.create(TimerSpec(namespace="shop", timer_id="a", delay_ms=HOUR_MS))
+        assert created.view.timer.callback_url == "http://new.test/"
+        with pytest.raises(Conflict):
+            await deleting
+        assert await world.service.namespaces.get("shop") == updated
+        assert (await world.service.get(SHOP)).state is State.SCHEDULED
+
+    in_world(scenario)
+
+
 def test_the_number_of_shards_of_a_namespace_never_changes() -> None:
     async def scenario(world: World) -> None:
         await world.service.namespaces.create(NamespaceSpec(name="n", num_shards=4))
