@@ -331,3 +331,33 @@ def test_a_forwarded_create_that_has_to_wait_is_not_overtaken_by_a_later_one(wai
         await world.engine.stop()
 
     run_virtual(run)
+
+
+# --- in flight ------------------------------------------------------------------------------------
+
+
+def test_a_delete_of_a_timer_in_flight_that_was_moved_beyond_the_horizon_says_that_it_is_in_flight() -> None:
+    """The timer has left memory, but the delivery that started before is still counted."""
+
+    async def scenario(world: World) -> None:
+        answered = asyncio.Event()
+
+        async def hangs(attempt: Attempt) -> AttemptResult:
+            await answered.wait()
+            return AttemptResult(Contact.ANSWERED, 200)
+
+        world.destinations.answers[URL] = hangs
+        await world.create("x", 100)
+        await asyncio.sleep(0.5)
+        updated = await world.service.update(X, TimerPatch(delay_ms=24 * HOUR_MS))
+        assert updated.verdict is Verdict.IN_FLIGHT
+        assert all(X not in shard.entries for shard in world.engine.shards.values())
+        assert await world.service.delete(X) is Verdict.IN_FLIGHT
+        reached = (await world.get("x")).reached
+        assert reached is not None
+        assert reached.outcome is Outcome.CANCELLED
+        answered.set()
+        await asyncio.sleep(1)
+        assert world.destinations.called() == ["x"]
+
+    in_world(scenario)
