@@ -56,13 +56,13 @@ mutate: $(DEV_READY) ## change single lines of MODULES="engine/shard engine/flow
 	$(BIN)/python -m scripts.mutate $(MODULES) --jobs $(JOBS)
 
 chaos: $(DEV_READY) ## three instances on a real PostgreSQL with random faults for MINUTES=10, judged by the checker
-	DUETIME_CHAOS_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/e2e/test_cluster_chaos.py -k storm -s
+	DUETIME_CHAOS_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/e2e/test_cluster_chaos.py -k random_faults -s
 
 format: $(DEV_READY) ## format the code, fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV_READY) ## the figures of the README, with their ceilings; prints JSON (takes minutes)
+bench: $(DEV_READY) ## the figures of the README, each beside the limit of the machine; prints JSON (takes minutes)
 	$(BIN)/python -m benchmarks.core
 
 lock: $(BIN)/python ## write the lock files anew, with the newest versions pyproject.toml allows

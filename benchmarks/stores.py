@@ -88,7 +88,7 @@ class Bench:
         took: list[float] = []
         written = 0
 
-        async def lane(mine: list[Timer]) -> None:
+        async def commit_loop(mine: list[Timer]) -> None:
             nonlocal written
             for first in range(0, len(mine), share):
                 batch = mine[first : first + share]
@@ -102,7 +102,7 @@ class Bench:
 
         started_at = time.perf_counter()
         ends_at = started_at + self.seconds
-        await asyncio.gather(*map(lane, waiting))
+        await asyncio.gather(*map(commit_loop, waiting))
         return {
             "rows_per_s": written / (time.perf_counter() - started_at),
             "ms_per_commit": statistics.median(took) * 1_000,
@@ -125,7 +125,7 @@ class Bench:
         share = max(1, min(500, self.store.capabilities.batch_max // 2))
         done = 0
 
-        async def lane(number: int) -> None:
+        async def commit_loop(number: int) -> None:
             nonlocal done
             mine = [timer for timer in due if self.lane_of(timer) == number]
             for first in range(0, len(mine), share):
@@ -139,7 +139,7 @@ class Bench:
 
         started_at = time.perf_counter()
         ends_at = started_at + self.seconds
-        await asyncio.gather(*(lane(number) for number in range(parallel_commits)))
+        await asyncio.gather(*(commit_loop(number) for number in range(parallel_commits)))
         return done / (time.perf_counter() - started_at)
 
     async def load(self) -> float:

@@ -1,7 +1,7 @@
 """Load for tests that break real servers: clients that keep what they were told, and the judgement of it.
 
 Every put carries a value of its own, so that duetime.testing.checker can tell from the receiver's log which
-wish a callback serves.
+request a callback serves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Client", "Door", "Load", "Receiver", "new_seed"]
 
 
 class Door(Protocol):
-    """Where wishes go: a RealServer, or a Cluster of them."""
+    """Where requests go: a RealServer, or a Cluster of them."""
 
     async def call(self, path: str, body: dict[str, Any], timeout_ms: int = 30_000) -> tuple[int, dict[str, Any]]: ...
 
@@ -45,11 +45,11 @@ def new_seed(given: str | None = None) -> int:
 
 
 class Client:
-    """Creates, replaces, updates and deletes timers of its own, one wish at a time, and keeps the answers.
+    """Creates, replaces, updates and deletes timers of its own, one request at a time, and keeps the answers.
 
-    `pace_seconds` is the pause between two wishes, on average. `leaves_unknown`: a timer about which a wish has an
-    unknown outcome is left alone from then on. Needed wherever such a wish may still be carried out later, by an
-    instance that is frozen or cut off: the checker takes wishes about one timer to come one after the other.
+    `pace_seconds` is the pause between two requests, on average. `leaves_unknown`: a timer about which a request has an
+    unknown outcome is left alone from then on. Needed wherever such a request may still be carried out later, by an
+    instance that is frozen or cut off: the checker takes requests about one timer to come one after the other.
     """
 
     pace_seconds = 0.0
@@ -65,7 +65,7 @@ class Client:
         self.number = 0
         self.values = 0
         self.stopping = False
-        self.wishes: list[ClientRequest] = []
+        self.requests: list[ClientRequest] = []
         self.left: set[str] = set()
         self.refusals: list[tuple[str, str]] = []  # answers that were neither yes nor no: what kind, and why
 
@@ -107,10 +107,10 @@ class Client:
         result = await self._ask("timers/delete", {"timerId": timer})
         self._keep(ClientRequest(timer, Kind.DELETE, asked_at_ms, wall_ms(), result))
 
-    def _keep(self, wish: ClientRequest) -> None:
-        self.wishes.append(wish)
-        if wish.result is Result.INFO and self.leaves_unknown:
-            self.left.add(wish.timer)
+    def _keep(self, request: ClientRequest) -> None:
+        self.requests.append(request)
+        if request.result is Result.INFO and self.leaves_unknown:
+            self.left.add(request.timer)
 
     async def _ask(self, path: str, body: dict[str, Any]) -> Result:
         try:
@@ -139,12 +139,12 @@ class Load:
         self.clients = [Client(f"c{n}", server, receiver, random.Random(rng.random())) for n in range(clients)]
 
     @property
-    def wishes(self) -> list[ClientRequest]:
-        return [wish for client in self.clients for wish in client.wishes]
+    def requests(self) -> list[ClientRequest]:
+        return [request for client in self.clients for request in client.requests]
 
     @property
     def results(self) -> Counter[Result]:
-        return Counter(wish.result for wish in self.wishes)
+        return Counter(request.result for request in self.requests)
 
     @property
     def refusals(self) -> list[tuple[str, str]]:
@@ -163,13 +163,13 @@ class Load:
             await asyncio.gather(*workers)
 
     async def acknowledged(self, more: int, within_seconds: float = 20) -> None:
-        """Waits until so many more wishes are acknowledged: it works (again)."""
+        """Waits until so many more requests are acknowledged: it works (again)."""
         enough = self.results[Result.OK] + more
 
         async def is_enough() -> bool:
             return self.results[Result.OK] >= enough
 
-        await until(is_enough, f"{more} more wishes are acknowledged", within_seconds)
+        await until(is_enough, f"{more} more requests are acknowledged", within_seconds)
 
     async def until_nothing_is_scheduled(self) -> None:
         """Everything left is due within seconds; a bound of a minute is a failure, not a race."""
@@ -185,12 +185,12 @@ class Load:
         """Nothing lost, nothing early, nothing after an acknowledged delete or replacement; with `faults`, nothing
         repeated without one. If there is, everything that was seen is written to `history`."""
         callbacks = self.receiver.callbacks
-        violations = find_violations(self.wishes, callbacks, faults=faults)
+        violations = find_violations(self.requests, callbacks, faults=faults)
         told = ", ".join(f"{count} {result}" for result, count in sorted(self.results.items()))
-        print(f"wishes: {told}; {len(callbacks)} callbacks, {len(repetitions(callbacks))} of them repeated", end="; ")
+        print(f"requests: {told}; {len(callbacks)} callbacks, {len(repetitions(callbacks))} of them repeated", end="; ")
         print("no answer:", dict(Counter(kind for kind, _ in self.refusals)))
         if violations and history is not None:
-            seen = {"faults": faults, "wishes": self.wishes, "callbacks": callbacks}
+            seen = {"faults": faults, "requests": self.requests, "callbacks": callbacks}
             history.write_bytes(msgspec.json.encode(seen))
             print(f"history: {history}")
         listed = "\n".join(str(violation) for violation in violations[:5])

@@ -181,7 +181,7 @@ async def test_connections_that_went_silent_are_replaced_when_a_deadline_has_pas
 async def test_a_line_whose_driver_has_lost_all_its_connections_for_good_gets_another_one(
     far: CassandraStore, near: CassandraStore
 ) -> None:
-    """As the driver was seen to do in a storm: a pool that is shut down, and nobody who makes another."""
+    """As the driver was seen to do under random faults: a pool that is shut down, and nobody who makes another."""
     fence = await take(far, 0)
     data = far._open.data
     first = data._connection

@@ -16,14 +16,14 @@ import asyncpg
 import pytest
 from cluster import name_in, staged
 from load_clients import new_seed
+from random_faults import FaultInjector
 from real_server import until, wall_ms
 from scripts.servers import Postgres
-from storm import Storm
 
 from duetime.testing.checker import Fault, Result, find_violations
 from servers import fresh_database, own, postgres
 
-STORM_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.3")) * 60
+FAULTS_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.3")) * 60
 HEARTBEATS = 'duetime_heartbeats_total{result="ok"}'
 BROKEN = str(Path(__file__).with_name("broken_server.py"))
 
@@ -40,30 +40,30 @@ def url() -> str:
     return fresh_database(postgres(18))
 
 
-async def test_a_storm_of_faults_loses_nothing_and_repeats_only_what_was_in_flight(
+async def test_random_faults_lose_nothing_and_repeat_only_what_was_in_flight(
     tmp_path: Path, own_database: Postgres
 ) -> None:
     seed = new_seed(os.environ.get("DUETIME_CHAOS_SEED"))
     rng = random.Random(seed)
     async with staged(tmp_path, fresh_database(own_database), rng) as (cluster, load, _):
         for client in load.clients:
-            client.timeout_ms = 2_500  # longer than a wish waits for an owner; not long for one that is frozen
+            client.timeout_ms = 2_500  # longer than a request waits for an owner; not long for one that is frozen
         for _ in range(3):
             await cluster.join()
-        storm = Storm(cluster, own_database, rng)
-        async with storm.watched(), load.running():
+        injector = FaultInjector(cluster, own_database, rng)
+        async with injector.watched(), load.running():
             await load.acknowledged(200)
-            await storm.blow(STORM_SECONDS)
+            await injector.inject_for(FAULTS_SECONDS)
             await load.acknowledged(100)
             await cluster.until_even()
             await load.acknowledged(200)
         await cluster.until_all_have_fired()
         codes = [await cluster.leave(instance) for instance in list(cluster.instances)]
-        print(storm.summary)
-        load.judge(seed, storm.faults, tmp_path / "history.json")
+        print(injector.summary)
+        load.judge(seed, injector.faults, tmp_path / "history.json")
         assert codes == [0, 0, 0]
         assert "Traceback" not in cluster.logs
-        assert {fault.kind for fault in storm.faults} >= storm.kinds
+        assert {fault.kind for fault in injector.faults} >= injector.kinds
         assert load.results[Result.OK] > 200
 
 
@@ -125,7 +125,7 @@ async def test_an_instance_that_fires_without_a_lease_is_caught(tmp_path: Path, 
             excused = [Fault("link cut", from_ms, 2**62, broken.who)]
 
             async def is_caught() -> bool:
-                violations = find_violations(load.wishes, load.receiver.callbacks, faults=excused)
+                violations = find_violations(load.requests, load.receiver.callbacks, faults=excused)
                 return any(violation.invariant == "E" for violation in violations)
 
             await until(is_caught, "it fires what is another's, and the judge notices", 60)
@@ -143,5 +143,5 @@ async def test_an_instance_that_gives_its_shards_away_without_draining_is_caught
                 await load.acknowledged(300)
                 await cluster.leave(broken)
             await load.acknowledged(100)
-        violations = find_violations(load.wishes, load.receiver.callbacks, faults=[])
+        violations = find_violations(load.requests, load.receiver.callbacks, faults=[])
         assert "R" in {violation.invariant for violation in violations}

@@ -40,7 +40,7 @@ async def judged(cluster: Cluster, load: Load, seed: int) -> None:
     """Everything has fired, once; everybody got an answer."""
     await cluster.until_all_have_fired()
     load.judge(seed, faults=[])
-    assert load.refusals == [], "a wish waits for the new owner of its shard, and nobody is left in doubt"
+    assert load.refusals == [], "a request waits for the new owner of its shard, and nobody is left in doubt"
     assert "Traceback" not in cluster.logs
     assert "it may be delivered twice" not in cluster.logs
     assert "is dead" not in cluster.logs
@@ -109,7 +109,7 @@ async def test_sigterm_lets_deliveries_land_before_another_instance_gets_their_t
 async def test_case_27_a_wish_sent_on_to_an_ex_owner_reaches_the_new_one(
     tmp_path: Path, url: str, ex_owner: str
 ) -> None:
-    """The instance that is asked sleeps through the move, so it can only send the wish to where the shard was."""
+    """The instance that is asked sleeps through the move, so it can only send the request to where the shard was."""
     async with staged(tmp_path, url, random.Random(new_seed()), kindly=True) as (cluster, _, witness):
         asked, former = await join(cluster), await join(cluster)
         await cluster.until_even()
@@ -127,7 +127,7 @@ async def test_case_27_a_wish_sent_on_to_an_ex_owner_reaches_the_new_one(
         shards = await moved(cluster, was, former, latter)
         names = [name_in(shard, f"{n}") for n, shard in enumerate(shards * 5)]
         asking = asyncio.create_task(created(asked, witness, names))
-        await until(lambda: waiting_at(asked), "the wishes wait at the instance that sleeps")
+        await until(lambda: waiting_at(asked), "the requests wait at the instance that sleeps")
         asked.signal(signal.SIGCONT)
         await asking
         await witness.called(len(names))

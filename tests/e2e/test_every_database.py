@@ -16,14 +16,14 @@ from typing import ClassVar
 import pytest
 from cluster import staged
 from load_clients import new_seed
+from random_faults import FaultInjector
 from real_server import wall_ms
-from storm import Storm
 
 from duetime.testing.checker import Fault, Result
 from servers import fresh_database, own, require
 
 ASKED_FOR = "DUETIME_CHAOS_MINUTES" in os.environ
-STORM_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.3")) * 60
+FAULTS_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.3")) * 60
 
 
 class Kills:
@@ -69,22 +69,24 @@ class RandomFaults:
             url = await asyncio.to_thread(fresh_database, database)
             async with staged(tmp_path, url, rng, proxy=proxy) as (cluster, load, _):
                 for client in load.clients:
-                    client.timeout_ms = 2_500  # longer than a wish waits for an owner; not long for one that is frozen
+                    client.timeout_ms = (
+                        2_500  # longer than a request waits for an owner; not long for one that is frozen
+                    )
                 for _ in range(2):
                     await cluster.join()
-                storm = Storm(cluster, database, rng, keeps_data=self.KEEPS_DATA)
-                async with storm.watched(), load.running():
+                injector = FaultInjector(cluster, database, rng, keeps_data=self.KEEPS_DATA)
+                async with injector.watched(), load.running():
                     await load.acknowledged(100, within_seconds=60)
-                    await storm.blow(STORM_SECONDS)
+                    await injector.inject_for(FAULTS_SECONDS)
                     await load.acknowledged(100, within_seconds=60)
                     await cluster.until_even()
                 await cluster.until_all_have_fired()
                 codes = [await cluster.leave(instance) for instance in list(cluster.instances)]
-                print(storm.summary)
-                load.judge(seed, storm.faults, tmp_path / "history.json")
+                print(injector.summary)
+                load.judge(seed, injector.faults, tmp_path / "history.json")
                 assert codes == [0, 0]
                 assert "Traceback" not in cluster.logs
-                assert {fault.kind for fault in storm.faults} >= storm.kinds
+                assert {fault.kind for fault in injector.faults} >= injector.kinds
                 assert load.results[Result.OK] > 200
 
 

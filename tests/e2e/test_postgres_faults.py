@@ -255,12 +255,12 @@ async def test_after_a_crash_under_load_every_session_recovers_and_what_was_ackn
     acknowledged: list[str] = []
     failures: list[StoreError] = []
 
-    async def write(lane: int) -> None:
+    async def write(writer: int) -> None:
         """Goes on until the server is back."""
         number, back = 0, 0
         while back < 5:
             number += 1
-            name = f"{lane}-{number}"
+            name = f"{writer}-{number}"
             try:
                 assert await store.commit(put(fence, make_timer(name))) == [Committed()]
             except StoreError as error:
@@ -270,7 +270,7 @@ async def test_after_a_crash_under_load_every_session_recovers_and_what_was_ackn
                 acknowledged.append(name)
                 back += bool(failures)
 
-    parallel_commits = [asyncio.create_task(write(lane)) for lane in range(3)]
+    parallel_commits = [asyncio.create_task(write(writer)) for writer in range(3)]
 
     async def busy() -> bool:
         return len(acknowledged) > 100

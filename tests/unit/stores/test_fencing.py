@@ -92,11 +92,11 @@ async def test_a_step_that_fails_after_another_was_applied_has_an_unknown_outcom
 async def test_the_error_of_a_request_is_its_result_and_fails_later_requests_of_its_shard() -> None:
     done: list[str] = []
 
-    async def act(wish: str) -> str:
-        done.append(wish)
-        if wish == "b1":
+    async def act(value: str) -> str:
+        done.append(value)
+        if value == "b1":
             raise AWAY
-        return wish.upper()
+        return value.upper()
 
     answers = await each_shard_separately(["a1", "b1", "a2", "b2", "c1"], [1, 2, 1, 2, 3], act)
     assert answers == ["A1", AWAY, "A2", AWAY, "C1"]
@@ -106,12 +106,12 @@ async def test_the_error_of_a_request_is_its_result_and_fails_later_requests_of_
 async def test_an_unexpected_error_is_raised_when_all_requests_have_ended() -> None:
     done: list[int] = []
 
-    async def act(wish: int) -> int:
-        if wish == 0:
+    async def act(value: int) -> int:
+        if value == 0:
             raise ZeroDivisionError
         await asyncio.sleep(0.001)
-        done.append(wish)
-        return wish
+        done.append(value)
+        return value
 
     with pytest.raises(ZeroDivisionError):
         await each_shard_separately([0, 1, 2], [0, 1, 2], act)

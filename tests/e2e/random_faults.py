@@ -19,14 +19,14 @@ from scripts.servers import Server
 
 from duetime.testing.checker import Fault
 
-__all__ = ["Storm"]
+__all__ = ["FaultInjector"]
 
 AT_ONCE = 2
 _LOOK_SECONDS = 0.1
 _STILL_SECONDS = 1.0
 
 
-class Storm:
+class FaultInjector:
     def __init__(self, cluster: Cluster, database: Server, rng: random.Random, *, keeps_data: bool = True) -> None:
         """`keeps_data`: the database may be killed and restarted."""
         self.faults: list[Fault] = []
@@ -81,7 +81,7 @@ class Storm:
         finally:
             looking.cancel()
 
-    async def blow(self, seconds: float) -> None:
+    async def inject_for(self, seconds: float) -> None:
         """At least as long, and until every kind has come once."""
         ends_at = time.monotonic() + seconds
         turns = asyncio.Semaphore(AT_ONCE)
