@@ -298,13 +298,18 @@ def _due_ms(history: Sequence[ClientRequest], index: int) -> int:
         for request in history[index + 1 :]
         if request.sent_at_ms <= put.answered_at_ms and _sets_due(request) and not request.keeps_due
     ]
+    # Back to the last acknowledged put before it, and to what was sent at the same time as that put.
+    since_ms = 0
     for number in range(index - 1, -1, -1):
         request = history[number]
-        if not _sets_due(request):
+        if not _sets_due(request) or request.answered_at_ms < since_ms:
             continue
         dues.append(_due_ms(history, number) if request.kind is Kind.PUT else request.sent_at_ms)
-        if request.kind is Kind.PUT and request.result is Result.OK and request.answered_at_ms <= put.sent_at_ms:
-            break
+        is_before = (
+            request.kind is Kind.PUT and request.result is Result.OK and request.answered_at_ms <= put.sent_at_ms
+        )
+        if is_before and not since_ms:
+            since_ms = request.sent_at_ms
     return min(dues, default=0)
 
 

@@ -117,6 +117,8 @@ def request(
 
 
 LATER = request(Kind.PUT, 0, value="v", due_ms=5_000)
+SOON = request(Kind.PUT, 0, Result.INFO, value="u", due_ms=100)
+KEPT = request(Kind.PUT, 1_000, value="w", keeps_due=True)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,9 @@ LATER = request(Kind.PUT, 0, value="v", due_ms=5_000)
         # An update that leaves the time alone.
         ([LATER, request(Kind.PUT, 1_000, value="w", keeps_due=True)], [fired("w", 5_001)], []),
         ([LATER, request(Kind.PUT, 1_000, value="w", keeps_due=True)], [fired("w", 4_000)], ["B"]),
+        # The put before it was sent at the same time as another one, which may have been applied after it; or later.
+        ([SOON, LATER, KEPT], [fired("w", 1_100)], []),
+        ([SOON, request(Kind.PUT, 11, value="v", due_ms=5_000), KEPT], [fired("w", 1_100)], ["B"]),
         # A replay schedules a reached timer once more, also a cancelled one.
         ([LATER, request(Kind.DELETE, 1_000), request(Kind.REPLAY, 2_000)], [fired("v", 2_100)], []),
         ([LATER, request(Kind.DELETE, 1_000), request(Kind.REPLAY, 2_000)], [], ["A"]),
