@@ -106,10 +106,14 @@ class Commands:
     # Every create (single, one of many, forwarded) is `start_create` and then `finish_create`. `create` is both, and
     # waits before the write where that is necessary.
 
-    def start_create(self, shard: Shard, spec: TimerSpec) -> StartedCreate | None:
+    def start_create(self, shard: Shard, spec: TimerSpec, namespace: Namespace | None = None) -> StartedCreate | None:
         """Hand the timer to the next commit, without waiting. None: the create has to wait before the write, for a
-        read (of its namespace, or of the timer because of `ifAbsent`) or for an earlier command: call `create`."""
-        namespace = self._namespaces.usable(spec.namespace)
+        read (of its namespace, or of the timer because of `ifAbsent`) or for an earlier command: call `create`.
+
+        `namespace`: what `Namespaces.usable` returned, if the caller has just called it.
+        """
+        if namespace is None:
+            namespace = self._namespaces.usable(spec.namespace)
         key = TimerKey(spec.namespace, spec.timer_id)
         if namespace is None or spec.if_absent or shard.is_locked(key):
             return None

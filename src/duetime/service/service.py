@@ -125,7 +125,7 @@ class Service:
         if namespace is None:
             return None
         shard = self._commands.local_shard(shard_of(spec.timer_id, namespace.num_shards))
-        return None if shard is None else self._commands.start_create(shard, spec)
+        return None if shard is None else self._commands.start_create(shard, spec, namespace)
 
     async def _finish_create(self, spec: TimerSpec, started: StartedCreate | None) -> Created:
         if started is not None:
