@@ -241,7 +241,8 @@ class FireLoop:
                 unknown.add(entry.timer.namespace)
                 self._without_namespace.append(entry)
         if unknown:
-            self._unknown_namespace_log.failed(NotFound(", ".join(sorted(unknown)[:10])), self.membership.boot_ms())
+            names = ", ".join(map(repr, sorted(unknown)[:10]))
+            self._unknown_namespace_log.failed(NotFound(names), self.membership.boot_ms())
         else:
             self._unknown_namespace_log.recovered()
 

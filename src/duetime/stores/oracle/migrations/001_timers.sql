@@ -5,7 +5,7 @@
 -- and one that begins with CHR(0) with one more in front (rows.py). Payload, options and bodies are the bytes of
 -- their UTF-8 text: a BLOB is never converted, so it is kept byte for byte.
 
--- Whose a shard is: what every write locks and looks at. Room in the blocks for many who do that at once.
+-- The owner of each shard. Every write locks and reads its row. INITRANS leaves space for many transactions at once.
 CREATE TABLE shards (
     shard_id            NUMBER(10)   NOT NULL CONSTRAINT shards_key PRIMARY KEY,
     shard_version       NUMBER(19)   NOT NULL,

@@ -1,5 +1,5 @@
--- Whose a shard is: what every write locks and looks at. A small table of its own, and not partitioned (ADR 12).
--- Room in the pages keeps the changes out of the index.
+-- The owner of each shard. Every write locks and reads its row. A small table of its own, not partitioned (ADR 12).
+-- Free space in the pages (fillfactor) lets updates stay in their page, without a change of the index.
 CREATE TABLE shards (
     shard_id            integer        PRIMARY KEY,
     shard_version       bigint         NOT NULL,
@@ -94,7 +94,7 @@ BEGIN
 END
 $$;
 
--- A few rows, each changed twice a second: room in the page keeps the changes out of the index.
+-- A few rows, each changed twice a second: free space in the page (fillfactor) lets updates stay in it, without a change of the index.
 CREATE TABLE members (
     instance_id text COLLATE "C" PRIMARY KEY,
     address     text           NOT NULL,
