@@ -17,7 +17,7 @@ TESTS := $(wildcard tests/unit tests/docs tests/sim tests/e2e tests/conformance)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve unit test test-tidb check sim prove mutate chaos format bench lock clean
+.PHONY: help demo demo-nats serve unit test test-tidb check sim prove mutate chaos format bench lock clean
 
 help: ## list the targets
 	@echo "Duetime: a durable timer service. Targets:"; echo
@@ -25,6 +25,9 @@ help: ## list the targets
 
 demo: $(RUN_READY) ## watch timers fire on a temporary server
 	@$(BIN)/duetime demo
+
+demo-nats: $(DEV_READY) ## the same with a temporary NATS server: commands in, events out; ends by itself
+	@$(BIN)/python -m scripts.demo_nats
 
 serve: $(RUN_READY) ## run a server on ./duetime.db at http://127.0.0.1:8463
 	@$(BIN)/duetime serve

@@ -29,7 +29,8 @@ from benchmarks.drawing import dot, line, picture, text
 from duetime.domain.instants import format_instant
 from duetime.domain.timer import shard_of
 from duetime.http.client import HttpClient
-from duetime.http.server import Request, Response, serve_http
+from duetime.http.messages import Request, Response
+from duetime.http.server import serve_http
 
 INSTANCES, SHARDS = 3, 16
 EVERY_MS, SECONDS, KILL_AFTER_SECONDS = 10, 30, 10

@@ -33,7 +33,8 @@ from benchmarks.checks import check_own
 from duetime.api.dispatch import Api
 from duetime.config import load_config
 from duetime.domain.timer import Created, State, Timer, TimerSpec, TimerView
-from duetime.http.server import Request, Response, serve_http
+from duetime.http.messages import Request, Response
+from duetime.http.server import serve_http
 from duetime.service.service import Service
 from duetime.telemetry import Telemetry
 

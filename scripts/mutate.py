@@ -62,10 +62,10 @@ def _unit(folder: str, *names: str) -> tuple[str, ...]:
 
 _ENGINE = (
     *_unit("engine", "shard", "fire_loop", "look_ahead", "group_commit", "ownership", "namespaces"),
-    *_unit("engine", "unexpected_errors", "engine_rare", "cases_engine", "flow", "engine_lifecycle", "engine"),
-    *_unit("cluster", "cluster_rare", "membership"),
+    *_unit("engine", "unexpected_errors", "cases_engine", "flow", "engine_lifecycle", "engine"),
+    *_unit("cluster", "membership"),
     *_unit("service", "commands", "forwarded", "forwarding", "namespace_operations", "service", "status"),
-    "tests/unit/api/test_api.py",
+    *_unit("api", "dispatch", "encode", "routes"),
     "tests/unit/test_telemetry.py",
     *(f"tests/sim/test_{name}.py" for name in ("cases_cluster", "failover", "refused_forwards")),
 )
@@ -85,7 +85,11 @@ _STORES = (
     "tests/conformance/test_stores.py",
     "tests/sim/test_failover.py",
 )
-_PEERS = (*_unit("cluster", "peers", "peer_client"), "tests/unit/api/test_peer_server.py", *_ENGINE)
+_PEERS = (
+    *_unit("cluster", "forwarding", "peer_client", "peer_protocol"),
+    "tests/unit/api/test_peer_server.py",
+    *_ENGINE,
+)
 # Which tests could notice a mutant of a module. Only tests that run the module in their own process are of use. A file
 # too many costs little: a mutant is run only against tests that execute its line. Modules not named here have the tests
 # of the engine and the file called like themselves.
@@ -94,13 +98,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "domain/settle": (*_unit("domain", "settle", "timer"), *_unit("deliveries", "webhook"), *_ENGINE),
     "domain/headers": (*_unit("domain", "headers"), *_unit("deliveries", "webhook"), "tests/unit/test_wire.py"),
     "domain/secrets": (*_unit("domain", "secrets"), *_unit("deliveries", "signing"), "tests/unit/test_wire.py"),
-    "domain/instants": (*_unit("domain", "instants"), "tests/unit/test_config.py", "tests/unit/api/test_api.py"),
+    "domain/instants": (*_unit("domain", "instants"), "tests/unit/test_config.py", "tests/unit/api/test_encode.py"),
     "store": (*_ENGINE, *_STORES),
     "api/peer_server": _PEERS,
     "cluster/forwarding": _PEERS,
     "cluster/peer_client": _PEERS,
     "cluster/peer_protocol": _PEERS,
-    "wire": ("tests/unit/test_wire.py", *_unit("http", "http_client", "http_server")),
+    "wire": ("tests/unit/test_wire.py", *_unit("http", "http_client", "server_connection")),
     "deliveries/egress": _unit("deliveries", "egress", "webhook"),
     "deliveries/webhook": _unit("deliveries", "webhook", "egress", "signing"),
 }

@@ -6,21 +6,29 @@
 Most tests wait for servers and processes, so more of them run at the same time than there are processors. The tests of
 one class, or of one file without classes, run in one process, in their order. The simulator only computes: it runs at
 the lowest priority on what the other tests leave of the processors. Its output is kept and printed at the end.
+
+A few failures of tests on real servers may be due to the load of all the others: at the end these run once more, alone.
+If they pass then, the whole has passed, and the last lines name them. Tests without servers get no second attempt.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["commands", "main"]
+__all__ = ["commands", "failures_to_run_again", "main"]
 
 _LOWEST_PRIORITY = 19
 _PROCESSES = 3
+_ON_SERVERS = ("tests/conformance/", "tests/e2e/")
+_AGAIN_MAX = 3  # with more failures something is wrong that is not the load
+_LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
+_PYTEST = [sys.executable, "-m", "pytest"]
 _IN_PARALLEL = [f"--numprocesses={_PROCESSES}", "--dist=loadscope", "--no-loadscope-reorder"]
 
 
@@ -30,10 +38,11 @@ def commands(paths: list[str], seeds: int | None = None) -> tuple[list[str] | No
     others = [path for path in paths if path not in of_simulator]
     simulator = None
     if of_simulator:
-        simulator = [sys.executable, "-m", "pytest", *of_simulator]
+        simulator = [*_PYTEST, *of_simulator]
     elif seeds:
         simulator = [sys.executable, "-m", "duetime.testing.simulate", "--seeds", str(seeds)]
-    return [sys.executable, "-m", "pytest", *_IN_PARALLEL, *others] if others else None, simulator
+    # Without --cache-clear the tests that failed in an earlier run would be among those that failed in this one.
+    return [*_PYTEST, *_IN_PARALLEL, "--cache-clear", *others] if others else None, simulator
 
 
 def main(arguments: list[str]) -> int:
@@ -47,8 +56,10 @@ def main(arguments: list[str]) -> int:
     if tests is None or simulator is None:
         command = tests or simulator
         assert command is not None
-        return subprocess.run(command, check=False).returncode  # noqa: S603
-    return _run_both(tests, simulator)
+        code = subprocess.run(command, check=False).returncode  # noqa: S603
+    else:
+        code = _run_both(tests, simulator)
+    return _run_again(code) if tests and code == 1 else code
 
 
 def _run_both(tests: list[str], simulator: list[str]) -> int:
@@ -72,6 +83,25 @@ def _run_both(tests: list[str], simulator: list[str]) -> int:
         sys.stdout.buffer.write(output.read())
         sys.stdout.flush()
     return code or simulator_code
+
+
+def failures_to_run_again(last_failed: Path) -> list[str]:
+    """The tests that failed, by pytest's own list, if they are few and all of them need real servers. Else none."""
+    failed = sorted(json.loads(last_failed.read_text())) if last_failed.exists() else []
+    on_servers = [test for test in failed if test.startswith(_ON_SERVERS) and "test_stores.py" not in test]
+    return failed if len(failed) == len(on_servers) <= _AGAIN_MAX else []
+
+
+def _run_again(code: int) -> int:
+    failed = failures_to_run_again(_LAST_FAILED)
+    if not failed:
+        return code
+    print(f"\nrunning {len(failed)} of the failed tests once more, alone", flush=True)
+    if subprocess.run([*_PYTEST, *failed], check=False).returncode:  # noqa: S603
+        return code
+    print("\nFAILED BESIDE OTHER TESTS AND PASSED ALONE. Find out why: such a test hides what it should show.")
+    print("\n".join(failed), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

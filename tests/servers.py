@@ -23,12 +23,14 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import pytest
-from scripts.servers import CannotInstall, PgBouncer, Postgres, Server, TiDb, Toxiproxy, new_server
+from scripts.servers import CannotInstall, Kafka, Nats, PgBouncer, Postgres, Server, TiDb, Toxiproxy, new_server
+from scripts.servers import promtool as find_promtool
 
-__all__ = ["at_port", "fresh_database", "own", "port_of", "postgres", "require"]
+__all__ = ["at_port", "fresh_database", "own", "port_of", "postgres", "promtool", "require"]
 
 _running: dict[str, Server] = {}
 _missing: dict[str, str] = {}
@@ -37,6 +39,10 @@ _numbers = itertools.count(1)
 
 @overload
 def require(name: Literal["postgres15", "postgres18"]) -> Postgres: ...
+@overload
+def require(name: Literal["nats"]) -> Nats: ...
+@overload
+def require(name: Literal["kafka"]) -> Kafka: ...
 @overload
 def require(name: Literal["toxiproxy"]) -> Toxiproxy: ...
 @overload
@@ -60,9 +66,14 @@ def own(name: Literal["postgres15", "postgres18"], **options: Any) -> AbstractCo
 @overload
 def own(name: Literal["pgbouncer"], **options: Any) -> AbstractContextManager[PgBouncer]: ...
 @overload
+def own(name: Literal["nats"], **options: Any) -> AbstractContextManager[Nats]: ...
+@overload
+def own(name: Literal["kafka"], **options: Any) -> AbstractContextManager[Kafka]: ...
+@overload
 def own(name: str, **options: Any) -> AbstractContextManager[Server]: ...
 def own(name: str, **options: Any) -> AbstractContextManager[Any]:
-    """A server for one test, running. Options: `settings`, `folder`, `port`; for pgbouncer `upstream_port`."""
+    """A server for one test, running. Options: `settings`, `folder`, `port`; for pgbouncer `upstream_port`, for
+    nats and kafka `users`, kafka also `linked`."""
     return _own(name, options)
 
 
@@ -83,6 +94,12 @@ def fresh_database(server: Server) -> str:
     return server.url(name)
 
 
+def promtool() -> Path:
+    """The program of Prometheus that checks rules and metrics."""
+    with _needed("promtool"):
+        return find_promtool()
+
+
 _PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+")
 
 
@@ -100,8 +117,15 @@ def port_of(url: str) -> int:
 
 def _start(name: str, **options: Any) -> Server:
     server = new_server(name, **options)
-    try:
+    with _needed(name):
         return server.start()
+
+
+@contextmanager
+def _needed(name: str) -> Iterator[None]:
+    try:
+        yield
+        return
     except CannotInstall as error:
         _missing[name] = str(error)
     if os.environ.get("CI") == "true":

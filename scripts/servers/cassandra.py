@@ -7,8 +7,6 @@ time (measured: 3.4 s of CPU, not 4.9).
 from __future__ import annotations
 
 import os
-import platform
-import re
 import shutil
 import socket
 import struct
@@ -16,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .install import debian_package, maven_artifact, once
-from .server import Server, ServerError, can_bind, free_port, open_to_all
+from .install import maven_artifact, once
+from .java import java_17, java_version
+from .server import Server, ServerError, can_bind, free_port
 
 __all__ = ["Cassandra"]
 
@@ -133,11 +132,11 @@ class Cassandra(Server):
 
     def install(self) -> None:
         self._find_programs()
-        version = _java_version(self._java)
+        version = java_version(self._java)
         self._classes = once(f"cassandra-{_VERSION}-classes-of-java-{version}", _rehearse) / "classes.jsa"
 
     def _find_programs(self) -> None:
-        self._java = _java_17()
+        self._java = java_17()
         self._jars = once(f"cassandra-{_VERSION}", _fetch_jars)
 
     def command(self) -> list[str]:
@@ -193,34 +192,6 @@ class Cassandra(Server):
 
 def _fetch_jars(folder: Path) -> None:
     maven_artifact(f"org.apache.cassandra:cassandra-all:{_VERSION}", folder)
-
-
-# --- Java ----------------------------------------------------------------------------------------
-
-
-def _java_17() -> Path:
-    """Its home folder. Cassandra 5.0 does not start on the newest Java."""
-    java = shutil.which("java")
-    homes = [
-        *([Path(os.environ["JAVA_HOME"])] if os.environ.get("JAVA_HOME") else []),
-        *([Path(java).resolve().parents[1]] if java else []),
-        *sorted(Path("/usr/lib/jvm").glob("*17*")),
-    ]
-    for home in homes:
-        if _java_version(home).startswith("17.") and (os.geteuid() != 0 or open_to_all(home)):
-            return home
-    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-    home = Path(f"/usr/lib/jvm/java-17-openjdk-{machine}")
-    debian_package("openjdk-17-jre-headless", home / "bin" / "java")
-    return home
-
-
-def _java_version(home: Path) -> str:
-    try:
-        told = re.search(r'^JAVA_RUNTIME_VERSION="(\S+)"$', (home / "release").read_text(), re.MULTILINE)
-    except OSError:
-        return ""
-    return told[1] if told else ""
 
 
 class _Rehearsal(Cassandra):

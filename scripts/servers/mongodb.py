@@ -54,7 +54,7 @@ class MongoDb(Server):
             "net.port": str(self.port),
             "net.unixDomainSocket.enabled": "false",
             "storage.dbPath": str(self.data),
-            "storage.wiredTiger.engineConfig.cacheSizeGB": "0.25",
+            "storage.wiredTiger.engineConfig.cacheSizeGB": "0.5",
             "setParameter.diagnosticDataCollectionEnabled": "false",
         }
         if self.replica_set:

@@ -138,6 +138,7 @@ class Server:
     def halt(self) -> None:
         """Ends it in an orderly way and keeps its data: `start` goes on from there."""
         if self._process is not None:
+            self.thaw()
             self._process.send_signal(self.stop_signal)
             self._wait(self.stop_seconds)
 
@@ -146,6 +147,15 @@ class Server:
         if self._process is not None:
             self._process.kill()
             self._wait(self.stop_seconds)
+
+    def freeze(self) -> None:
+        """Its main process does nothing any more, and its connections stay open."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
         """In an orderly way, on the same data and port. After `kill`, `start` does it."""

@@ -23,15 +23,21 @@ from duetime.cluster.peer_protocol import REFUSED
 from duetime.config import Config, split_advertise
 from duetime.deliveries.webhook import Webhook
 from duetime.delivery import Deliverer, Router
+from duetime.descriptors import Sizes, fitted, lowered_text, raised_limit, size
 from duetime.engine.engine import Engine
+from duetime.engine.namespaces import Namespaces
 from duetime.errors import NotReady, SetupError
-from duetime.http.listeners import bind_sockets
-from duetime.http.server import HttpServer, Request, Response, problem_response, serve_http
+from duetime.http.listeners import TlsFiles, bind_sockets
+from duetime.http.messages import Request, Response, problem_response
+from duetime.http.server import HttpServer, Listener, serve_http
+from duetime.message_brokers import MessageBrokers
+from duetime.printable import redacted_url
+from duetime.service.namespaces import pause_all
 from duetime.service.service import Service
 from duetime.store import Store, open_store
 from duetime.telemetry import Telemetry, log, set_up_logging
 
-__all__ = ["READY", "App", "Worker", "bind_listener", "log_warnings", "own_address", "run"]
+__all__ = ["READY", "App", "Worker", "bind_listener", "log_warnings", "own_address", "pause_namespaces", "run"]
 
 READY: Final = b"R"  # what a worker sends to its parent process when it serves
 
@@ -40,19 +46,24 @@ class App:
     """One instance: call `start`, use `address`, call `stop`.
 
     `worker`: the number of this instance, from 1, if several share `server.listen`. It then also has its own listener.
+    `sizes`: how the file descriptors are divided; by default as if there were no limit.
     """
 
-    def __init__(self, config: Config, *, clock: Clock | None = None, worker: int | None = None) -> None:
+    def __init__(
+        self, config: Config, *, clock: Clock | None = None, worker: int | None = None, sizes: Sizes | None = None
+    ) -> None:
         check_binding(config)
         self.config = config
+        self._sizes = sizes or size(None, config)
         self.telemetry = Telemetry()
         self.advertised = ""  # the address at which other instances reach this one
         self._worker = worker
         self._clock = clock or SystemClock()
         # The address shared with other workers. This instance listens on it only while it can serve.
-        self._shared: list[socket.socket] | list[asyncio.Server] = []
+        self._shared: list[socket.socket] | list[Listener] = []
         self._store: Store | None = None
         self._deliverer: Deliverer | None = None
+        self._brokers: MessageBrokers | None = None
         self._peers: Peers | None = None
         self._engine: Engine | None = None
         self._server: HttpServer | None = None
@@ -87,15 +98,26 @@ class App:
         store = self._store = open_store(config.store.url)
         await store.migrate()
         await store.open()
-        webhook = Webhook(config, self._clock, loopback_allowed=is_loopback(config.server.listen))
-        self._deliverer = Router({"http": webhook, "https": webhook})
+        webhook = Webhook(
+            config,
+            self._clock,
+            loopback_allowed=is_loopback(config.server.listen),
+            sockets_max=self._sizes.callback_sockets_max,
+            lookups_max=self._sizes.lookups_max,
+        )
+        brokers = self._brokers = MessageBrokers(config, self._clock, self.telemetry)
+        self._deliverer = Router({"http": webhook, "https": webhook, **brokers.deliverers})
+        await brokers.start()
         engine = Engine(config, store, self._deliverer, self._clock, self.telemetry, address=self.advertised)
-        self._peers = PeerClient(lambda: engine.membership.instance_id)
+        self._peers = PeerClient(lambda: engine.membership.instance_id, ca_file=config.cluster.ca_file)
         service = Service(config, engine, store, self._deliverer, self._peers)
         await service.namespaces.create_default()
         self._engine = engine
+        await brokers.open_intakes(service)
         await engine.start()
-        server.handler = Api(service, config, self.telemetry).handle
+        api = Api(service, config, self.telemetry)
+        server.handler, server.admit = api.handle, api.admit
+        brokers.start_intakes()
         self._shared = await server.listen_on(shared)
 
     def _bind_shared(self) -> list[socket.socket]:
@@ -103,19 +125,31 @@ class App:
 
     async def _listen(self) -> HttpServer:
         config = self.config.server
+        tls = TlsFiles(config.tls_certificate, config.tls_key) if config.tls_certificate else None
         sockets = bind_listener(config.listen if self._worker is None else worker_listen(self.config, self._worker))
         try:
             return await serve_http(
-                _not_ready,
+                _unreachable,
+                admit=_not_ready,
                 sockets=sockets,
                 body_bytes_max=config.request_bytes_max,
                 connections_max=config.connections_max,
+                connections_per_address_max=config.connections_per_address_max,
+                buffered_bytes_max=config.buffered_bytes_max,
+                tls=tls,
                 idle_timeout_ms=config.idle_timeout.ms,
+                backlog=self._sizes.backlog,
+                handshakes_max=self._sizes.handshakes_max,
             )
         except OSError as error:  # another process bound it at the same time and listened first
             for sock in sockets:
                 sock.close()
             raise _cannot_listen(config.listen, error) from None
+
+    def reload_certificate(self) -> None:
+        """Use the files of the TLS certificate as they are now, for new connections."""
+        if self._server is not None and self._server.tls is not None:
+            self._server.tls.reload()
 
     async def stop(self) -> None:
         """Stops accepting timers, drains, settles and commits, releases the shards and leaves the cluster."""
@@ -123,6 +157,8 @@ class App:
             self._engine.stopping = True
         while self._shared:
             self._shared.pop().close()  # the other workers still listen on it
+        if self._brokers is not None:
+            await self._brokers.stop_intakes()
         if self._engine is not None:
             has_others = self._engine.started and len(self._engine.membership.alive) > 1
             await self._engine.stop()
@@ -137,13 +173,19 @@ class App:
             await self._peers.close()
         if self._deliverer is not None:
             await self._deliverer.close()
+        if self._brokers is not None:
+            await self._brokers.close()
         if self._store is not None:
             await self._store.close()
-        self._server = self._engine = self._peers = self._deliverer = self._store = None
+        self._server = self._engine = self._peers = self._deliverer = self._brokers = self._store = None
 
 
-async def _not_ready(request: Request) -> Response:
-    """Answers requests until the engine has started."""
+async def _unreachable(request: Request) -> Response:
+    raise AssertionError("every request is answered by _not_ready")
+
+
+def _not_ready(request: Request) -> Response:
+    """Answers requests until the engine has started, without their bodies."""
     if request.path == "/healthz":
         return Response(200, b"alive\n", TEXT)
     later = (("retry-after", str(NotReady.retry_after_seconds)),)
@@ -217,6 +259,34 @@ def _address_by_host_name(family: socket.AddressFamily) -> str:
     return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
 
 
+# --- a start with everything paused --------------------------------------------------------------
+
+
+async def pause_namespaces(config: Config) -> None:
+    """Pause all namespaces in the database, before any instance that starts after this fires a timer. The pause is
+    stored: it holds for instances that are started later, without this, and a worker that is started again does not
+    undo what was resumed meanwhile (docs/adr/0032)."""
+    store = open_store(config.store.url)
+    try:
+        if not store.capabilities.durable:
+            raise SetupError(
+                "--paused pauses the namespaces in the database; store.url is memory://, which starts empty"
+            )
+        set_up_logging(config.log.level, config.log.format)
+        await store.migrate()
+        await store.open()
+        clock = SystemClock()
+        names = await pause_all(Namespaces(store, clock), clock, config.namespaces.default_num_shards)
+    finally:
+        await store.close()
+    log.warning("--paused: no timer of %s fires until `duetime namespace resume`", _some(names))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{len(names)} namespace{'s' * (len(names) != 1)} ({', '.join(map(repr, names[:10]))}{more})"
+
+
 # --- the process ---------------------------------------------------------------------------------
 
 
@@ -234,23 +304,28 @@ def run(config: Config, worker: Worker | None = None) -> int:
     when its channel is closed.
     """
     set_up_logging(config.log.level, config.log.format, worker=None if worker is None else worker.number)
+    sizes = size(raised_limit(), config)
     if worker is None:  # otherwise the parent process has logged them, once for all workers
-        log_warnings(config)
+        log_warnings(config, sizes)
+    config = fitted(config, sizes)
     # The default is 5 ms: so long the writer thread would wait for the event loop to release the interpreter lock
     # after each statement.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, worker))
+        return runner.run(_serve(config, sizes, worker))
 
 
-def log_warnings(config: Config) -> None:
-    """Log the warnings that were found while the configuration was loaded, before logging was set up."""
+def log_warnings(config: Config, sizes: Sizes) -> None:
+    """Log the warnings that were found while the configuration was loaded, before logging was set up; and the limits
+    that had to be lowered."""
     for warning in config.warnings:
         log.warning("%s", warning)
+    if sizes.lowered:
+        log.warning("%s", lowered_text(config, sizes))
 
 
-async def _serve(config: Config, worker: Worker | None) -> int:
-    app = App(config, worker=None if worker is None else worker.number)
+async def _serve(config: Config, sizes: Sizes, worker: Worker | None) -> int:
+    app = App(config, worker=None if worker is None else worker.number, sizes=sizes)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if worker is None:
@@ -262,6 +337,8 @@ async def _serve(config: Config, worker: Worker | None) -> int:
         worker.channel.setblocking(False)
         loop.add_reader(worker.channel, _parent_closed, loop, worker.channel, stop)
     await app.start()
+    if config.server.tls_certificate:
+        loop.add_signal_handler(signal.SIGHUP, app.reload_certificate)
     # These objects live until the end: the garbage collector need not visit them in each run.
     gc.collect()
     gc.freeze()
@@ -269,7 +346,8 @@ async def _serve(config: Config, worker: Worker | None) -> int:
     if worker is not None:
         with contextlib.suppress(OSError):  # the parent has ended: the closed channel stops this worker too
             worker.channel.send(READY)
-    log.info("serving on http://%s:%d%s", *app.address, _serving_details(app))
+    scheme = "https" if config.server.tls_certificate else "http"
+    log.info("serving on %s://%s:%d%s", scheme, *app.address, _serving_details(app))
     code = await _until_stop(app, stop)
     await app.stop()
     log.info("stopped")
@@ -300,7 +378,7 @@ def _serving_details(app: App) -> str:
 
 def store_name(config: Config) -> str:
     """The URL of the store without user, password and options."""
-    return config.store.url.partition("?")[0].rpartition("@")[2]
+    return redacted_url(config.store.url).partition("?")[0].rpartition("@")[2]
 
 
 def _stop_or_exit(stop: asyncio.Event) -> None:

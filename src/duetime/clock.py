@@ -10,6 +10,7 @@ Two clocks, both in whole milliseconds:
 from __future__ import annotations
 
 import time
+from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -23,19 +24,19 @@ class Clock(Protocol):
     def boot_ms(self) -> int: ...
 
 
+# None on Windows, which has neither. The client imports this module there.
+_BOOT_CLOCK: int | None = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+_boot_ns = time.monotonic_ns if _BOOT_CLOCK is None else partial(time.clock_gettime_ns, _BOOT_CLOCK)
+
+
 class SystemClock:
     """The machine's clocks."""
-
-    # None on Windows, which has neither. The client imports this module there.
-    _boot_clock: int | None = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
 
     def wall_ms(self) -> int:
         return time.time_ns() // 1_000_000
 
     def boot_ms(self) -> int:
-        if self._boot_clock is None:
-            return time.monotonic_ns() // 1_000_000
-        return time.clock_gettime_ns(self._boot_clock) // 1_000_000
+        return _boot_ns() // 1_000_000
 
 
 class OffsetBounds:

@@ -23,8 +23,9 @@ from msgspec import Meta, Struct
 from duetime.domain.instants import format_duration, parse_duration
 from duetime.domain.timer import SHARDS_MAX
 from duetime.errors import SetupError
+from duetime.printable import redacted_url
 
-__all__ = ["SECTIONS", "Config", "load_config", "shown", "split_advertise"]
+__all__ = ["RENAMED", "SECTIONS", "Config", "load_config", "shown", "split_advertise"]
 
 # Variables of the command line and the clients, not settings of the server.
 _CLIENT_VARIABLES = frozenset({"DUETIME_URL", "DUETIME_TOKEN", "DUETIME_CONFIG"})
@@ -40,6 +41,13 @@ _KUBERNETES_VARIABLES = re.compile(
     rf"|PORT_\d+_(?:TCP|UDP|SCTP)(?:={_KUBERNETES_ADDRESS}|_PROTO=(?:tcp|udp|sctp)|_PORT=\d+|_ADDR=[0-9A-Fa-f.:]+)"
     r")"
 )
+
+
+# Settings of earlier versions.
+RENAMED = {
+    "delivery.concurrency_per_destination": "delivery.concurrency_per_flow",
+    "delivery.rate_per_destination": "delivery.rate_per_flow",
+}
 
 
 class Duration:
@@ -70,9 +78,14 @@ AtLeast0 = Annotated[int, Meta(ge=0)]
 
 class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     listen: str
+    allowed_hosts: tuple[str, ...]
     workers: AtLeast1
     request_bytes_max: AtLeast1
     connections_max: AtLeast1
+    connections_per_address_max: AtLeast0
+    buffered_bytes_max: AtLeast1
+    tls_certificate: str
+    tls_key: str
     idle_timeout: Duration
     drain_timeout: Duration
 
@@ -80,6 +93,7 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Cluster(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     advertise: str
     worker_ports: Annotated[int, Meta(ge=0, le=65_535)]
+    ca_file: str
 
 
 class StoreConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,18 +112,21 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     look_ahead: Duration
     timers_in_memory_max: Annotated[int, Meta(ge=1_000)]
     writes_waiting_max: AtLeast1
+    write_bytes_waiting_max: AtLeast1
     write_timeout: Duration
     clock_skew_max: Duration
 
 
 class Delivery(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    concurrency_per_destination: AtLeast1
+    concurrency_per_flow: AtLeast1
+    concurrency_per_origin: AtLeast1
     concurrency_max: AtLeast1
-    rate_per_destination: AtLeast0
+    rate_per_flow: AtLeast0
     connect_timeout: Duration
     breaker_failures: AtLeast1
     breaker_pause: Duration
     breaker_pause_max: Duration
+    rearm_interval_min: Duration
     allow_networks: tuple[str, ...]
     allow_http: bool
     ca_file: str
@@ -121,6 +138,9 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     json_depth_max: AtLeast1
     batch_timers_max: AtLeast1
     page_timers_max: AtLeast1
+    page_bytes_max: AtLeast1
+    creates_per_second: AtLeast0
+    requests_per_second: AtLeast0
 
 
 class Token(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -132,6 +152,51 @@ class Token(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 class Auth(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tokens: tuple[Token, ...]
+
+
+class Nats(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    url: str
+    credentials: str
+    user: str
+    password: str
+    token: str
+    ca_file: str
+    tls_certificate: str
+    tls_key: str
+    command_subject: str
+    stream: str
+    consumer: str
+    target: str
+    dead_letter_subject: str
+    allow_subjects: tuple[str, ...]
+    create_streams: bool
+    create_tenants: bool
+    tenants_max: AtLeast1
+    in_flight_max: AtLeast1
+    in_flight_bytes_max: AtLeast1
+    ack_wait: Duration
+    duplicate_window: Duration
+
+
+class Kafka(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    servers: tuple[str, ...]
+    tls: bool
+    ca_file: str
+    tls_certificate: str
+    tls_key: str
+    sasl_mechanism: str
+    user: str
+    password: str
+    command_topic: str
+    group: str
+    target: str
+    dead_letter_topic: str
+    allow_topics: tuple[str, ...]
+    create_topics: bool
+    create_tenants: bool
+    tenants_max: AtLeast1
+    in_flight_max: AtLeast1
+    in_flight_bytes_max: AtLeast1
 
 
 class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -148,9 +213,13 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     delivery: Delivery
     limits: Limits
     auth: Auth
+    nats: Nats
+    kafka: Kafka
     log: Log
     warnings: tuple[str, ...] = ()  # found while loading; logged after logging is set up
 
+
+_SECRETS = frozenset({"password", "token"})  # names of settings that `config show` does not print
 
 SECTIONS = tuple(field for field in Config.__struct_fields__ if field != "warnings")
 
@@ -192,15 +261,10 @@ def shown(config: Config) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-# Up to the last @: a password may have any character, and it is better to hide too much than too little.
-_PASSWORD_IN_URL = re.compile(r"^([^:/]+://[^/:]*:).*@", re.DOTALL)
-_SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|passwd|secret|token|key)=)[^&]*", re.IGNORECASE)
-
-
 def _redacted(key: str, value: Any) -> Any:
-    if key == "url":
-        return _SECRET_PARAMETER.sub(r"\1***", _PASSWORD_IN_URL.sub(r"\1***@", value))
-    return value
+    if key in _SECRETS and value:
+        return "***"
+    return redacted_url(value) if key == "url" else value
 
 
 def _toml(value: Any) -> str:
@@ -211,8 +275,9 @@ def _toml(value: Any) -> str:
         return f'{{ {listed}, sha256 = "***" }}'
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON of these values is valid TOML, except for one character that JSON does not escape.
-    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+    # JSON of these values is valid TOML, except for characters that JSON does not escape.
+    text = msgspec.json.encode(value).decode()
+    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -232,13 +297,16 @@ def _merge(settings: dict[str, Any], changes: dict[str, Any], source: str) -> No
             raise SetupError(f"{source}: {section} must be a section, written [{section}]")
         for key, value in keys.items():
             if key not in settings[section]:
+                if f"{section}.{key}" in RENAMED:
+                    raise SetupError(f"{source}: {section}.{key} is now named {RENAMED[f'{section}.{key}']}")
                 raise SetupError(f"{source}: unknown key {section}.{key}; the keys are {', '.join(settings[section])}")
             settings[section][key] = value
 
 
 def _from_environment(settings: dict[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The settings in the environment, and a warning for each variable that looks like a setting but is not one."""
-    paths = {f"DUETIME_{s}_{k}".upper(): (s, k) for s, keys in settings.items() for k in keys}
+    paths = {_variable(f"{s}.{k}"): (s, k) for s, keys in settings.items() for k in keys}
+    renamed = {_variable(old): new for old, new in RENAMED.items()}
     changes: dict[str, Any] = {}
     warnings: list[str] = []
     for name, text in environ.items():
@@ -247,9 +315,15 @@ def _from_environment(settings: dict[str, Any], environ: Mapping[str, str]) -> t
         if name in paths:
             section, key = paths[name]
             changes.setdefault(section, {})[key] = _typed(name, text, settings[section][key])
+        elif name in renamed:
+            raise SetupError(f"the environment: {name} is now named {_variable(renamed[name])}")
         elif _KUBERNETES_VARIABLES.fullmatch(f"{name}={text}") is None:
             warnings.append(_unknown_variable(name, [*paths, *_CLIENT_VARIABLES]))
     return changes, tuple(warnings)
+
+
+def _variable(path: str) -> str:
+    return f"DUETIME_{path.replace('.', '_')}".upper()
 
 
 def _unknown_variable(name: str, known: list[str]) -> str:
@@ -333,12 +407,21 @@ def _check(config: Config) -> None:
     }
     wrong: list[tuple[bool, str]] = [
         *((duration.ms == 0, f"{path}: more than 0") for path, duration in positive.items()),
+        (
+            config.server.buffered_bytes_max < config.server.request_bytes_max,
+            "server.buffered_bytes_max: at least request_bytes_max",
+        ),
+        (
+            bool(config.server.tls_certificate) != bool(config.server.tls_key),
+            "server.tls_certificate: set together with tls_key, or both empty",
+        ),
         (engine.heartbeat_interval.ms * 2 >= engine.lease.ms, "engine.lease: more than two heartbeat_intervals"),
         (engine.dead_after.ms <= engine.lease.ms, "engine.dead_after: more than the lease"),
         (
             delivery.breaker_pause_max.ms < delivery.breaker_pause.ms,
             "delivery.breaker_pause_max: at least breaker_pause",
         ),
+        *_wrong_brokers(config),
         (config.log.level not in ("debug", "info", "warning", "error"), "log.level: debug, info, warning or error"),
         (config.log.format not in ("text", "json"), "log.format: text or json"),
     ]
@@ -353,6 +436,37 @@ def _check(config: Config) -> None:
             raise SetupError(f"configuration: auth.tokens: {token.name}: unknown verbs {', '.join(sorted(unknown))}")
         if re.fullmatch("[0-9a-fA-F]{64}", token.sha256) is None:
             raise SetupError(f"configuration: auth.tokens: {token.name}: sha256 must be 64 hex digits")
+
+
+def _wrong_brokers(config: Config) -> list[tuple[bool, str]]:
+    nats, kafka = config.nats, config.kafka
+    return [
+        ("@" in nats.url, "nats.url: without a login; use nats.user and nats.password, or nats.token"),
+        (nats.ack_wait.ms < 1_000, "nats.ack_wait: at least 1s"),
+        (nats.duplicate_window.ms < 100, "nats.duplicate_window: at least 100ms, which is NATS' own minimum"),
+        (bool(nats.user) != bool(nats.password), "nats.password: set together with user, or both empty"),
+        (
+            sum(map(bool, (nats.credentials, nats.user, nats.token))) > 1,
+            "nats.credentials: the only login; credentials, user and token exclude each other",
+        ),
+        (
+            bool(nats.tls_certificate) != bool(nats.tls_key),
+            "nats.tls_certificate: set together with tls_key, or both empty",
+        ),
+        (
+            kafka.sasl_mechanism not in ("", "PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"),
+            'kafka.sasl_mechanism: "", PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512',
+        ),
+        (
+            bool(kafka.sasl_mechanism) != bool(kafka.user),
+            "kafka.user: set together with sasl_mechanism, or both empty",
+        ),
+        (bool(kafka.user) != bool(kafka.password), "kafka.password: set together with user, or both empty"),
+        (
+            bool(kafka.tls_certificate) != bool(kafka.tls_key),
+            "kafka.tls_certificate: set together with tls_key, or both empty",
+        ),
+    ]
 
 
 def _check_cluster(config: Config) -> None:

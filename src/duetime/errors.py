@@ -6,12 +6,13 @@
     │   ├── TooLarge              413
     │   ├── Unauthenticated       401
     │   ├── Forbidden             403
-    │   │   └── CrossOrigin            sent by the page of another web site
+    │   │   ├── CrossOrigin            sent by the page of another web site
+    │   │   └── UnknownHost            without tokens: sent to a name that is not this server's
     │   ├── NotFound              404  timer_not_found, namespace_not_found, path_not_found
     │   ├── MethodNotAllowed      405
     │   ├── Conflict              409  timer_exists, already_reached, namespace_exists, …
     │   └── UnsupportedMediaType  415
-    ├── Busy                      429  a bounded queue is full; nothing was changed
+    ├── Busy                      429  nothing was changed: busy and namespace_busy (a bounded queue is full), quota_…
     ├── Unserved                  503  nothing was changed, try again
     │   ├── NotOwner                   another instance owns the shard, or it has no owner at the moment
     │   └── NotReady                   starting, stopping or without a lease
@@ -32,6 +33,9 @@ A DuetimeError carries what a problem+json answer needs: `code` (stable, for pro
 Three errors are not part of this tree, because none of them becomes an answer of the API:
 
     HttpError                     a call over HTTP got no response
+    ├── Unreachable               no connection could be made
+    │   └── DeadlineTooShort           within the deadline of the call; there may be one with more time
+    └── Shortage                  this machine or process had no file descriptor, port or look-up left for the call
     AddressRefused                the egress policy forbids a callback's address
     SignatureError                a callback that was received is not signed correctly
 """
@@ -92,6 +96,11 @@ class CrossOrigin(Forbidden):
     title = "Sent by the page of another web site"
 
 
+class UnknownHost(Forbidden):
+    code = "unknown_host"
+    title = "Sent to a name that is not this server's"
+
+
 class NotFound(Rejected):
     status = 404
     code = "not_found"
@@ -119,7 +128,7 @@ class UnsupportedMediaType(Rejected):
 class Busy(DuetimeError):
     status = 429
     code = "busy"
-    title = "Too many writes are waiting; nothing was applied"
+    title = "Too many requests; nothing was applied"
     retry_after_seconds = 1
 
 
@@ -178,6 +187,12 @@ class SchemaMismatch(StoreError):
     title = "This version of Duetime does not know the schema of the store"
 
 
+class BrokerAway(DuetimeError):
+    status = 503
+    code = "broker_away"
+    title = "There is no connection to the message broker; nothing was sent"
+
+
 class UnreadableTimer(DuetimeError):
     code = "timer_unreadable"
     title = "The stored timer cannot be decoded"
@@ -198,6 +213,20 @@ class HttpError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.sent = sent
+
+
+class Unreachable(HttpError):
+    """No connection could be made: the name was not found, nobody accepted the connection, or TLS failed."""
+
+
+class DeadlineTooShort(Unreachable):
+    """No connection was made before the deadline of the call, which was earlier than the limit for connecting. A call
+    with more time may succeed, so it says nothing about the target."""
+
+
+class Shortage(HttpError):
+    """The call could not be made because this machine or process is short of something: file descriptors, local ports,
+    memory for sockets, look-ups of names. It says nothing about the target."""
 
 
 class AddressRefused(Exception):

@@ -83,7 +83,8 @@ def retry() -> bytes:
 
 def again_at(at: datetime, *, done: bool = True) -> bytes:
     """The response body that asks for another call at a time. With `done` it is a new occurrence of the timer,
-    otherwise a retry of this one."""
+    otherwise a retry of this one, which counts against the limits of the retry policy. At the earliest it is made
+    `delivery.rearm_interval_min` (1 s) after the start of this call."""
     if at.tzinfo is None:
         raise InvalidField("at", "at must be an aware datetime, as in datetime.now(UTC)")
     return msgspec.json.encode({"ok": done, "nextExecuteAt": at.astimezone(UTC)})

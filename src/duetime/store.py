@@ -28,6 +28,7 @@ from duetime.errors import DuetimeError, OutcomeUnknown, SetupError, ShardLost, 
 from duetime.telemetry import log
 
 __all__ = [
+    "NO_CHARS_MAX",
     "Batch",
     "Capabilities",
     "Claim",
@@ -48,6 +49,9 @@ __all__ = [
     "guarded",
     "open_store",
 ]
+
+
+NO_CHARS_MAX = 2**62
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
@@ -127,6 +131,7 @@ class PageRequest(Struct, frozen=True):
     after: Position
     until_ms: int
     limit: int
+    chars_max: int = NO_CHARS_MAX  # see Page
 
 
 class Unreadable(Struct, frozen=True):
@@ -140,6 +145,10 @@ class Unreadable(Struct, frozen=True):
 
 class Page(Struct, frozen=True):
     """Timers ordered by position. `next is None`: there are no more. An empty page may have a `next`.
+
+    A page ends at the latest after the row with which the characters of its payloads exceed `chars_max`; it has at
+    least one row if there is one. It may end earlier: a store may count bytes, and has limits of its own. While a page
+    is read, the store holds no more payloads in memory than a few times that, as far as its driver allows.
 
     A row that cannot be decoded is in `unreadable` and not in `timers`; `next` is after it as after any other row.
     """
@@ -165,6 +174,9 @@ class ListQuery(Struct, frozen=True, kw_only=True):
 
     If `outcomes` is empty: scheduled timers; positions and the due range are by execute_at. Otherwise: reached timers
     with one of these outcomes; positions are by purge time, the due range is by scheduled_at.
+
+    A listing ends at `chars_max` like a page of a load. If `payloads` is False, the timers have no payload, and a store
+    does not read it if its database can leave it out.
     """
 
     namespace: str
@@ -177,6 +189,8 @@ class ListQuery(Struct, frozen=True, kw_only=True):
     id_prefix: str | None = None
     tag: str | None = None
     correlation_id: str | None = None
+    chars_max: int = NO_CHARS_MAX
+    payloads: bool = True
 
 
 class Listing(Struct, frozen=True):
@@ -283,6 +297,11 @@ class Store(Protocol):
         ...
 
     async def list_timers(self, query: ListQuery) -> Listing: ...
+    async def next_namespace(self, correlation_id: str, after: str) -> str | None:
+        """The first name after `after`, in an order of the store, of a namespace that has a timer with this correlation
+        id, scheduled or reached. "" is before all names. A store without an index returns the next of all namespaces.
+        """
+        ...
 
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> Sequence[int | StoreError]:
         """Removes up to `limit` reached rows of each shard with `purge_at_ms < before_ms`. Returns how many were
@@ -299,7 +318,7 @@ class Store(Protocol):
         ...
 
 
-_READS = frozenset({"shards", "load", "get_many", "list_timers", "members", "namespaces", "diagnose"})
+_READS = frozenset({"shards", "load", "get_many", "list_timers", "next_namespace", "members", "namespaces", "diagnose"})
 
 
 class GuardedStore:
@@ -355,6 +374,18 @@ _ADAPTERS = {
 }
 
 
+def _check_marks(url: str) -> None:
+    """Refuse a URL that an adapter could misread, so that it repeats a part of the password in its error: as the name
+    of a database or of an option."""
+    if url.partition(":")[2][:2] != "//":
+        raise SetupError("store.url: must be SCHEME://user:password@host/database", field="store.url")
+    if "@" in url.partition("?")[2]:
+        raise SetupError(
+            "store.url: has an '@' after a '?': in a name, a password or an option it is written %40, and the '?' %3F",
+            field="store.url",
+        )
+
+
 def open_store(url: str) -> Store:
     """The adapter for a store URL, not opened. Only the module of that adapter is imported."""
     # Not urlsplit(): it raises for some passwords, with the password in its text.
@@ -364,6 +395,8 @@ def open_store(url: str) -> Store:
         raise SetupError(
             f"store.url: no adapter for {scheme!r}; allowed: {', '.join(sorted(_ADAPTERS))}", field="store.url"
         )
+    if scheme not in ("memory", "sqlite"):
+        _check_marks(url)
     module, _, name = target.partition(":")
     adapter = getattr(importlib.import_module(module), name)
     return cast(Store, adapter.from_url(url))

@@ -31,6 +31,7 @@ from duetime.app import READY, Worker, bind_listener, log_warnings, run, store_n
 from duetime.clock import SystemClock
 from duetime.cluster.peer_protocol import Reply, encode, read_reply, reply_of
 from duetime.config import Config
+from duetime.descriptors import raised_limit, size
 from duetime.errors import DuetimeError, SetupError
 from duetime.store import open_store
 from duetime.telemetry import log, set_up_logging
@@ -52,9 +53,10 @@ def run_workers(config: Config) -> int:
     check_binding(config)
     _check_system(count)
     _check_store(config)
+    sizes = size(raised_limit(), config)  # the workers inherit the limit; each of them divides its own descriptors
     shared_sockets = _bind_ports(config)
     set_up_logging(config.log.level, config.log.format)
-    log_warnings(config)
+    log_warnings(config, sizes)
     host = config.server.listen.rpartition(":")[0]
     listen = f"{host}:{shared_sockets[0].getsockname()[1]}"
     config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, listen=listen))
@@ -66,9 +68,12 @@ def run_workers(config: Config) -> int:
 
     def all_ready(pids: Sequence[int]) -> None:
         listed = ", ".join(map(str, pids))
-        log.info("%d workers (pids %s) serve on http://%s, store %s", count, listed, listen, store_name(config))
+        scheme = "https" if config.server.tls_certificate else "http"
+        log.info("%d workers (pids %s) serve on %s://%s, store %s", count, listed, scheme, listen, store_name(config))
 
-    return Supervisor(count, work, all_ready).run()
+    # To load the certificate again. Without one SIGHUP ends the process, as usual when a terminal is closed.
+    forwarded = (signal.SIGHUP,) if config.server.tls_certificate else ()
+    return Supervisor(count, work, all_ready, forwarded).run()
 
 
 def _check_system(count: int) -> None:
@@ -124,9 +129,16 @@ class _Child:
 
 class Supervisor:
     """Runs `work` in `count` processes until SIGTERM or SIGINT. `all_ready` is called once with their pids, when all
-    serve."""
+    serve. The signals in `forwarded` are sent on to the workers that serve."""
 
-    def __init__(self, count: int, work: Work, all_ready: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        work: Work,
+        all_ready: Callable[[Sequence[int]], None],
+        forwarded: Sequence[signal.Signals] = (),
+    ) -> None:
+        self._forwarded = forwarded
         self._work = work
         self._all_ready = all_ready
         self._children = [_Child(number) for number in range(1, count + 1)]
@@ -139,7 +151,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit code: 0 after a clean drain. Raises the error because of which a worker cannot start."""
-        with _signals_as_bytes() as signal_socket:
+        with _signals_as_bytes((*_STOP_SIGNALS, *self._forwarded)) as signal_socket:
             self._signal_socket = signal_socket
             self._selector.register(signal_socket, selectors.EVENT_READ)
             gc.collect()
@@ -166,8 +178,11 @@ class Supervisor:
             if isinstance(key.data, _Child):
                 self._read_channel(key.data)
             else:
-                self._signal_socket.recv(64)
-                self._on_signal()
+                received = set(self._signal_socket.recv(64))
+                for number in received & set(self._forwarded):
+                    self._forward(number)
+                if received - set(self._forwarded):
+                    self._on_signal()
         for child in self._children:
             if child.start_at_ms is not None and child.start_at_ms <= self._clock.boot_ms():
                 self._start(child)
@@ -205,6 +220,8 @@ class Supervisor:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             # Ctrl-C goes to all processes of a terminal. Only the parent reacts to it.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in self._forwarded:
+                signal.signal(number, signal.SIG_IGN)  # until the worker handles it
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
             # A copy of the parent's end of a channel would keep it open after the parent has ended.
             for sock in (ours, *(child.channel for child in self._children)):
@@ -273,6 +290,11 @@ class Supervisor:
 
     # -- stopping
 
+    def _forward(self, number: int) -> None:
+        for child in self._running:
+            if child.ready_at_ms is not None:
+                os.kill(child.pid, number)  # no waitpid() yet, so the pid cannot belong to another process
+
     def _on_signal(self) -> None:
         if not self._stopping:
             log.info("stopping the workers")
@@ -303,18 +325,18 @@ def pause_before_start_ms(last_pause_ms: int, served_ms: int) -> int:
 
 
 @contextmanager
-def _signals_as_bytes() -> Iterator[socket.socket]:
-    """SIGTERM and SIGINT as bytes on a socket. Afterwards they are ignored until the process has ended."""
+def _signals_as_bytes(numbers: Sequence[signal.Signals]) -> Iterator[socket.socket]:
+    """Signals as bytes on a socket. Afterwards they are ignored until the process has ended."""
     signal_socket, written = socket.socketpair()
     written.setblocking(False)
-    for number in _STOP_SIGNALS:
+    for number in numbers:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(written.fileno())
     try:
         yield signal_socket
     finally:
         signal.set_wakeup_fd(-1)
-        for number in _STOP_SIGNALS:
+        for number in numbers:
             signal.signal(number, signal.SIG_IGN)  # a further signal would only change the exit code
         signal_socket.close()
         written.close()

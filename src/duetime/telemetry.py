@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-__all__ = ["Counter", "FailureLog", "Gauge", "Histogram", "Telemetry", "set_up_logging"]
+from duetime.printable import printable, printable_json, printable_lines
+
+__all__ = ["Counter", "FailureLog", "Gauge", "Histogram", "LabelledGauge", "Telemetry", "set_up_logging"]
 
 log = logging.getLogger("duetime")
 
@@ -51,6 +53,19 @@ class Gauge:
 
     def lines(self) -> list[str]:
         return [f"{self.name} {self.read()!r}"]
+
+
+class LabelledGauge:
+    """One number for each value of a label, read when the metrics are rendered."""
+
+    kind = "gauge"
+
+    def __init__(self, name: str, help: str, label: str) -> None:
+        self.name, self.help, self.label = name, help, label
+        self.read: Callable[[], Mapping[str, float]] = dict
+
+    def lines(self) -> list[str]:
+        return [f'{self.name}{{{self.label}="{_escaped(v)}"}} {n!r}' for v, n in sorted(self.read().items())]
 
 
 class Histogram:
@@ -119,8 +134,45 @@ class Telemetry:
         self.forwards = Counter(
             "duetime_forwards_total", "Commands forwarded to the instance that owns their shard, by result.", "result"
         )
+        self.refused_by_quota = Counter(
+            "duetime_quota_refusals_total",
+            "Creates and requests refused with 429, by the quota of their namespace.",
+            "quota",
+        )
+        self.commands_received = Counter(
+            "duetime_commands_received_total",
+            "Commands received from message brokers, repeated ones included.",
+            "broker",
+        )
+        self.commands_repeated = Counter(
+            "duetime_commands_repeated_total",
+            "Commands received from message brokers that had been delivered before, such as those that waited for a "
+            "quota. They are also in duetime_commands_received_total.",
+            "broker",
+        )
+        self.commands = Counter(
+            "duetime_commands_total",
+            "Commands of message brokers by result: scheduled, cancelled, ignored, refused, retried.",
+            "result",
+        )
+        self.events_published = Counter(
+            "duetime_events_published_total", "Events that a message broker has stored.", "broker"
+        )
+        self.event_failures = Counter(
+            "duetime_event_failures_total",
+            "Attempts to publish an event that the broker did not acknowledge.",
+            "broker",
+        )
+        self.event_delay_seconds = Histogram(
+            "duetime_event_delay_seconds",
+            "Acknowledgement of an event by the message broker minus the scheduled time of its timer, or its creation "
+            "if that was later.",
+            LATENESS_SECONDS,
+        )
         self.lateness = Histogram(
-            "duetime_late_by_seconds", "Start of the first attempt minus the scheduled time.", LATENESS_SECONDS
+            "duetime_late_by_seconds",
+            "Start of the first attempt minus the scheduled time, or the creation of the timer if that was later.",
+            LATENESS_SECONDS,
         )
         self.commit_seconds = Histogram("duetime_commit_seconds", "Duration of store commits.", DURATION_SECONDS)
         self.commit_operations = Histogram("duetime_commit_operations", "Pending writes in one commit.", BATCH_SIZES)
@@ -129,16 +181,33 @@ class Telemetry:
         )
         self.in_memory = Gauge("duetime_timers_in_memory", "Timers in memory.")
         self.in_flight = Gauge("duetime_deliveries_in_flight", "Deliveries in flight.")
-        self.held = Gauge("duetime_timers_held", "Due timers that wait for their destination.")
+        self.held = Gauge("duetime_timers_held", "Due timers that are held for their flow, origin or namespace.")
         self.writes_waiting = Gauge("duetime_writes_waiting", "Writes that wait for a commit.")
         self.shards_owned = Gauge("duetime_shards_owned", "Shards owned by this instance.")
         self.lease_seconds = Gauge("duetime_lease_seconds", "Seconds for which this instance may still fire timers.")
         self.clock_skew_seconds = Gauge("duetime_clock_skew_seconds", "This machine's clock minus the database's.")
         self.clock_error_seconds = Gauge("duetime_clock_error_seconds", "Possible error of the measured clock skew.")
+        self.commands_waiting = LabelledGauge(
+            "duetime_commands_waiting",
+            "Commands that the message broker has for this server and that no instance has received yet.",
+            "broker",
+        )
+        self.commands_retrying = LabelledGauge(
+            "duetime_commands_retrying",
+            "Commands that this instance has handed back to the message broker and that wait for a retry, for example "
+            "because their namespace is beyond its quota.",
+            "broker",
+        )
+        self.intake_consuming = LabelledGauge(
+            "duetime_intake_consuming",
+            "1 while this instance receives commands from the message broker, 0 while it does not.",
+            "broker",
+        )
         self.unreadable = Gauge(
             "duetime_timers_unreadable",
             "Stored timers that were read, but cannot be decoded and do not fire.",
         )
+        self.backlogs = Gauge("duetime_backlog_shards", "Shards with overdue timers that may not be in memory.")
         self.oldest_due_seconds = Gauge(
             "duetime_oldest_due_seconds", "Age of the oldest due timer that was not fired yet."
         )
@@ -176,6 +245,14 @@ class FailureLog:
             log.info("%s", self._recovery)
 
 
+class _TextLines(logging.Formatter):
+    """Each message is one line, and has no control sequences: parts of it may come from other users."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = logging.makeLogRecord({**vars(record), "msg": printable(record.getMessage()), "args": None})
+        return printable_lines(super().format(told))
+
+
 class _JsonLines(logging.Formatter):
     def __init__(self, worker: int | None) -> None:
         super().__init__()
@@ -191,14 +268,14 @@ class _JsonLines(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(entry).decode()
+        return printable_json(msgspec.json.encode(entry).decode())
 
 
 def set_up_logging(level: str, format: str, *, worker: int | None = None) -> None:
     """`worker`: a number in every line, for several processes that write to the same log."""
     handler = logging.StreamHandler()
     of_worker = "" if worker is None else f"worker {worker}: "
-    text = logging.Formatter(f"%(asctime)s %(levelname)-7s {of_worker}%(message)s")
+    text = _TextLines(f"%(asctime)s %(levelname)-7s {of_worker}%(message)s")
     handler.setFormatter(_JsonLines(worker) if format == "json" else text)
     log.handlers[:] = [handler]
     log.setLevel(level.upper())

@@ -307,6 +307,26 @@ async def test_a_commit_larger_than_a_command_is_one_transaction(scene: Scene) -
     assert sum(reached in ended for reached in await all_reached(scene.store)) == 15
 
 
+async def test_a_transaction_that_found_the_cache_of_the_server_full_is_run_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server aborts it and says so with a code, but without the label of errors that are worth another attempt."""
+    fence = await scene.filled()
+    right_commit, attempts = scene.a.driver_session.commit_transaction, 0
+
+    async def commit_transaction() -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            await scene.a.driver_session.abort_transaction()
+            raise OperationFailure("transaction is too large and will not fit in the storage engine cache", 388)
+        await right_commit()
+
+    monkeypatch.setattr(scene.a.driver_session, "commit_transaction", commit_transaction)
+    assert not was_refused(await scene.run_write("put", fence))
+    assert attempts == 2
+
+
 async def test_a_batch_that_the_driver_cannot_encode_was_not_applied(scene: Scene) -> None:
     fence = await scene.filled()
     before = await scene.contents()

@@ -6,6 +6,9 @@ Also: what a fence without its lock would let through, and how many rows the sta
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
+import random
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, ClassVar
 
@@ -13,7 +16,8 @@ import asyncpg
 import pytest
 from zombies import FencedWrites, Scene, Session, filled, some_of_everything, was_refused
 
-from duetime.store import Batch
+from duetime.domain.timer import BEFORE_ALL
+from duetime.store import Batch, ListQuery, PageRequest
 from duetime.stores.postgres import statements as postgres_statements
 from duetime.stores.postgres.store import PostgresStore
 from duetime.testing import make_timer
@@ -126,6 +130,39 @@ class PostgresWrites(FencedWrites):
         after = await _rows_read(db)
         assert after[1] == before[1], "no sequential scan"
         assert after[0] - before[0] < 3_000, "20 rounds that read a whole shard would be 240,000"
+
+    async def test_only_payloads_that_are_on_a_page_are_read(self, scene: PostgresScene) -> None:
+        """The server stores a long payload apart from its row, in blocks of its own."""
+        store, db = scene.store, scene.looking
+        await db.execute("TRUNCATE timers")
+        fence = await filled(scene)
+        payload = json.dumps(base64.b64encode(random.Random(1).randbytes(75_000)).decode())  # hardly compressible
+        timers = [make_timer(f"n-{n:02}", 1_000 + n, payload=payload) for n in range(40)]
+        await store.commit([Batch(fence, timers)])
+        await store.close()
+
+        async def blocks_read(chars_max: int, payloads: bool) -> int:
+            await _rows_read(db)  # all sessions have reported
+            before = int(await db.fetchval(_BLOCKS_OF_PAYLOADS))
+            await store.open()
+            await store.load([PageRequest(fence.shard_id, BEFORE_ALL, 1 << 50, 30, chars_max)])
+            query = ListQuery(namespace="test", num_shards=4, limit=30, chars_max=chars_max, payloads=payloads)
+            await store.list_timers(query)
+            await store.close()
+            await _rows_read(db)
+            return int(await db.fetchval(_BLOCKS_OF_PAYLOADS)) - before
+
+        whole = await blocks_read(1 << 40, True)
+        some = await blocks_read(3 * len(payload), True)
+        one = await blocks_read(0, False)  # the load has at least one
+        assert whole > 5 * some > 5 * one > 0
+        assert 60 * one < 1.5 * whole
+
+
+_BLOCKS_OF_PAYLOADS = (
+    "SELECT sum(coalesce(toast_blks_hit, 0) + coalesce(toast_blks_read, 0)) FROM pg_statio_user_tables"
+    " WHERE relname ~ '^timers_p'"
+)
 
 
 class TestPostgres15(PostgresWrites):

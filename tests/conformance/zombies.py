@@ -225,12 +225,15 @@ class FencedWrites:
 
 async def some_of_everything(store: Store, fence: Fence, number: int) -> None:
     """One call of each kind, for tests that count what is read."""
-    timer = make_timer(f"n-{number}", 7, correlation_id="c")
+    timer = make_timer(f"n-{number}", 7, correlation_id="c", payload=f'"{"x" * 5_000}"')
     await store.commit([Batch(fence, [timer], [make_timer(f"n-1{number}").key], [make_reached(timer)])])
     await store.commit([Batch(fence, [timer], low_water=Position(0, 0, number))])
     await store.get_many([(0, timer.key), (0, KEPT.key)])
     await store.load([PageRequest(0, BEFORE_ALL, 1 << 50, 5)])
+    await store.load([PageRequest(0, BEFORE_ALL, 1 << 50, 5, 0)])
     await store.purge_reached([fence], 10, 1)
     await store.shards()
     await store.list_timers(ListQuery(namespace="test", num_shards=4, limit=5))
     await store.list_timers(ListQuery(namespace="test", num_shards=4, limit=5, correlation_id="c"))
+    await store.list_timers(ListQuery(namespace="test", num_shards=4, limit=5, chars_max=0))
+    await store.list_timers(ListQuery(namespace="test", num_shards=4, limit=5, payloads=False))

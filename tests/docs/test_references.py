@@ -55,9 +55,13 @@ def test_every_link_leads_to_a_file() -> None:
 
 
 def test_every_named_file_exists() -> None:
-    """From the root, from the package, or by its bare name; files of the reader's own are listed here."""
+    """From the root, from the package, or by its bare name; or a program that a document shows, with its name in
+    its first line. Files of the reader's own are listed here."""
+    shown = {block.text.splitlines()[0].removeprefix("# ") for block in blocks("python")}
 
     def check(mention: Mention) -> None:
+        if mention.text in shown:
+            return
         if mention.text in ("duetime.toml", "client.py", "uv.lock"):
             return
         assert (ROOT / mention.text).is_file() or (PACKAGE / mention.text).is_file(), "no such file"
@@ -244,7 +248,7 @@ def test_every_named_make_target_exists() -> None:
         target = mention.text.removeprefix("make ")
         assert re.search(rf"^{target}:.*##", makefile, re.M), "no such target, or it has no description"
 
-    check_each(matching(r"make [a-z]+"), check)
+    check_each(matching(r"make [a-z-]+"), check)
 
 
 # --- the API -------------------------------------------------------------------------------------
@@ -270,7 +274,9 @@ def test_every_example_of_a_request_is_valid() -> None:
 
 def test_the_reference_lists_every_route() -> None:
     text = (ROOT / "docs/reference/http-api.md").read_text()
-    assert set(re.findall(r"`((?:timers|namespaces|cluster)/\w+)`", text)) == {route.path for route in ROUTES}
+    assert set(re.findall(r"`((?:timers|namespaces|flows|schedules|cluster)/\w+)`", text)) == {
+        route.path for route in ROUTES
+    }
 
 
 def test_the_reference_lists_every_error_code_with_its_status() -> None:

@@ -29,7 +29,8 @@ from scripts.servers import Toxiproxy
 
 from duetime.domain.instants import LATEST_MS, parse_instant
 from duetime.domain.timer import BEFORE_ALL, shard_of
-from duetime.http.server import HttpServer, Request, Response, serve_http
+from duetime.http.messages import Request, Response
+from duetime.http.server import HttpServer, serve_http
 from duetime.store import PageRequest, Store, open_store
 from duetime.stores.fencing import all_or_error
 from duetime.testing.checker import Callback

@@ -71,11 +71,11 @@ class Client:
 
     async def work(self) -> None:
         while not self.stopping:
-            await self.one_wish()
+            await self.one_command()
             if self.pace_seconds:
                 await asyncio.sleep(self.rng.uniform(0, 2 * self.pace_seconds))
 
-    async def one_wish(self) -> None:
+    async def one_command(self) -> None:
         old = self.number and self.rng.random() < 0.4
         number = self.rng.randint(max(1, self.number - 20), self.number) if old else self._next()
         timer = f"{self.name}-{number}"
@@ -181,11 +181,18 @@ class Load:
 
         await until(is_empty, "nothing is scheduled any more", 60)
 
-    def judge(self, seed: int, faults: Sequence[Fault] | None = None, history: Path | None = None) -> None:
-        """Nothing lost, nothing early, nothing after an acknowledged delete or replacement; with `faults`, nothing
-        repeated without one. If there is, everything that was seen is written to `history`."""
+    def judge(
+        self,
+        seed: int,
+        faults: Sequence[Fault] | None = None,
+        history: Path | None = None,
+        *,
+        clock_error_ms: int = 0,
+    ) -> None:
+        """Nothing lost, nothing more than `clock_error_ms` early, nothing after an acknowledged delete or replacement;
+        with `faults`, nothing repeated without one. If there is, everything that was seen is written to `history`."""
         callbacks = self.receiver.callbacks
-        violations = find_violations(self.requests, callbacks, faults=faults)
+        violations = find_violations(self.requests, callbacks, faults=faults, clock_error_ms=clock_error_ms)
         told = ", ".join(f"{count} {result}" for result, count in sorted(self.results.items()))
         print(f"requests: {told}; {len(callbacks)} callbacks, {len(repetitions(callbacks))} of them repeated", end="; ")
         print("no answer:", dict(Counter(kind for kind, _ in self.refusals)))

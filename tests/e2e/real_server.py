@@ -18,7 +18,8 @@ from typing import Any
 
 from duetime.domain.instants import parse_instant
 from duetime.http.client import Answer, HttpClient, HttpError
-from duetime.http.server import HttpServer, Request, Response, serve_http
+from duetime.http.messages import Request, Response
+from duetime.http.server import HttpServer, serve_http
 from duetime.testing.checker import Callback
 
 _given: set[int] = set()

@@ -26,6 +26,7 @@ from real_server import RealServer
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATHS = sorted(path for path in json.loads(SPEC.read_bytes())["paths"] if path.startswith("/api/"))
+TAKE_AN_EMPTY_BODY = ["flows/list", "namespaces/list", "cluster/status", "cluster/map"]
 
 # --- the published document ----------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ async def test_any_bytes_are_answered_as_the_contract_says(server: RealServer, p
     answer = await server.post(path.removeprefix("/api/v1/"), body)
     assert answer.status in (200, 400), answer.body
     if answer.status == 200:
-        assert path in ("/api/v1/namespaces/list", "/api/v1/cluster/status", "/api/v1/cluster/map")
+        assert path.removeprefix("/api/v1/") in TAKE_AN_EMPTY_BODY
 
 
 CURSORS = st.one_of(
@@ -176,13 +177,13 @@ WITHIN_SECONDS = 10  # an answer or a close: far more than either takes, far les
 
 def request(path: str, body: bytes | None = None, lines: bytes = b"") -> bytes:
     if body is None:
-        return b"GET %s HTTP/1.1\r\nhost: h\r\n%s\r\n" % (path.encode(), lines)
+        return b"GET %s HTTP/1.1\r\nhost: localhost\r\n%s\r\n" % (path.encode(), lines)
     length = b"content-length: %d\r\n" % len(body)
-    return b"POST %s HTTP/1.1\r\nhost: h\r\n%s%s\r\n%s" % (path.encode(), length, lines, body)
+    return b"POST %s HTTP/1.1\r\nhost: localhost\r\n%s%s\r\n%s" % (path.encode(), length, lines, body)
 
 
 def chunked(path: str, *chunks: bytes, trailers: bytes = b"") -> bytes:
-    head = b"POST %s HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n" % path.encode()
+    head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n" % path.encode()
     return head + b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n%s\r\n" % trailers
 
 
@@ -229,8 +230,8 @@ STREAM = b"".join(
         chunked("/api/v1/timers/get", GET[:7], GET[7:8], GET[8:], trailers=b"x-checksum: 17\r\n"),
         request("/api/v1/timers/get", LARGE, b"x-long: " + b"y" * 3_000 + b"\r\n"),
         request("/nowhere?a=b"),
-        b"OPTIONS * HTTP/1.1\r\nhost: h\r\n\r\n",
-        b"GET http://h/healthz HTTP/1.1\r\nhost: h\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET http://h/healthz HTTP/1.1\r\nhost: localhost\r\n\r\n",
         request("/api/v1/timers/get", GET, b"connection: upgrade\r\nupgrade: websocket\r\n"),
         request("/api/v1/timers/get", LARGE, b"x-other: " + b"z" * 5_000 + b"\r\n"),
         request("/api/v1/timers/get", b"{", b"connection: close\r\n"),
@@ -357,7 +358,7 @@ async def test_chunks_of_a_byte_hold_no_more_memory_than_they_bring(server: Real
     """Two million of them, of two bytes each, and not yet the end: kept one by one they took twenty times as much."""
     before = resident_bytes(server.pid)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b"POST /api/v1/timers/get HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n")
+    writer.write(b"POST /api/v1/timers/createMany HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
     for _ in range(200):
         writer.write(b"2\r\nxx\r\n" * 10_000)
         await writer.drain()

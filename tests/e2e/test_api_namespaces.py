@@ -26,6 +26,7 @@ NAMESPACE = {
     "deliveredRetention",
     "failedRetention",
     "signingSecrets",
+    "paused",
     "createdAt",
 }
 
@@ -49,6 +50,7 @@ async def test_a_namespace_is_answered_with_all_its_settings(api: Asker) -> None
         "deliveredRetention": "1d",
         "failedRetention": "30d",
         "signingSecrets": [],
+        "paused": False,
         "createdAt": plain["createdAt"],
     }
     assert INSTANT.fullmatch(plain["createdAt"])
@@ -60,9 +62,11 @@ async def test_a_namespace_is_answered_with_all_its_settings(api: Asker) -> None
         "deliveredRetention": "2h",
         "failedRetention": "90d",
         "payloadBytesMax": 1_000,
+        "createsPerSecond": 50,
+        "requestsPerSecond": 60,
     }
     full = (await api.ok("namespaces/create", namespace="full", **given))["namespace"]
-    assert full.keys() == NAMESPACE | {"callbackUrl", "payloadBytesMax"}
+    assert full.keys() == NAMESPACE | {"callbackUrl", "payloadBytesMax", "createsPerSecond", "requestsPerSecond"}
     assert {name: full[name] for name in given} == given
     assert await api.ok("namespaces/get", namespace="full") == {"namespace": full}
     answer = await api.ok("namespaces/list")
@@ -101,7 +105,11 @@ async def test_the_number_of_shards_never_changes(api: Asker, namespace: str) ->
     assert namespace not in json.dumps(await api.ok("namespaces/list"))
     refused = await api.refused("namespaces/create", namespace=namespace, numShards=8)
     assert refused == (409, "num_shards_immutable", "numShards")
+    refused = await api.refused("namespaces/create", namespace=namespace, size="small", numShards=4)
+    assert refused == (400, "invalid_field", "size")
+    assert (await api.refused("namespaces/create", namespace=namespace, size="small"))[1] == "num_shards_immutable"
     assert (await api.ok("namespaces/create", namespace=namespace, numShards=4))["namespace"]["numShards"] == 4
+    assert (await api.ok("namespaces/create", namespace="of-size", size="medium"))["namespace"]["numShards"] == 256
 
 
 async def test_a_namespace_in_use_and_the_default_one_stay(api: Asker, namespace: str) -> None:
@@ -177,6 +185,7 @@ async def test_the_status_of_the_cluster(api: Asker, server: RealServer) -> None
         "held",
         "writesWaiting",
         "unreadable",
+        "pausedNamespaces",
         "clockSkewMs",
     }
     assert always <= status.keys() <= always | {"oldestDueMs", "latenessP50Ms", "latenessP99Ms"}

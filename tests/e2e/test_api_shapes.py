@@ -13,7 +13,7 @@ from contract import ATTEMPTED, ENDED, FAR, INSTANT, PLAIN, SPEC, URL, Asker, en
 from real_server import RealReceiver, until, wall_ms
 
 from duetime.domain.instants import format_instant, parse_instant
-from duetime.http.server import Response
+from duetime.http.messages import Response
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,6 +60,7 @@ async def test_a_timer_with_everything_is_answered_with_everything(api: Asker, n
         "correlationId": "c-99",
         "tags": ["expiry", "eu"],
         "missed": {"skipIfLateBy": "10m"},
+        "flowKey": "shop",
     }
     timer = await api.timer(
         "timers/create", namespace=namespace, timerId="a", executeAt=FAR, callbackUrl=URL, ifAbsent=False, **given
@@ -115,6 +116,7 @@ async def test_creating_again_replaces_and_says_so(api: Asker, namespace: str) -
 async def test_if_absent_never_replaces(api: Asker, namespace: str, receiver: RealReceiver) -> None:
     timer = {"namespace": namespace, "timerId": "a", "executeAt": FAR, "callbackUrl": receiver.url, "ifAbsent": True}
     first = await api.ok("timers/create", **timer, payload=1)
+    assert first["existed"] is False
     assert await api.ok("timers/create", **timer, payload=1) == {**first, "existed": True}
     assert await api.refused("timers/create", **timer, payload=2) == (409, "timer_exists", "timerId")
     assert (await api.timer(namespace=namespace, timerId="a"))["payload"] == 1
@@ -130,6 +132,35 @@ async def test_if_absent_after_the_end_answers_the_end_and_fires_nothing(
     assert await api.ok("timers/create", **timer) == {"timer": over, "replaced": False, "existed": True}
     assert await api.refused("timers/create", **timer, payload=2) == (409, "timer_exists", "timerId")
     assert len(receiver.bodies) == 1
+
+
+async def test_if_reached_ignore_after_the_end_answers_the_end_and_fires_nothing(
+    api: Asker, namespace: str, receiver: RealReceiver
+) -> None:
+    timer = {"namespace": namespace, "timerId": "a", "callbackUrl": receiver.url, "ifReached": "ignore"}
+    first = await api.ok("timers/create", **timer, executeAt=FAR)
+    assert (first["replaced"], first["existed"]) == (False, False)
+    again = await api.ok("timers/create", **timer, delay="0s")
+    assert (again["replaced"], again["existed"]) == (True, False)
+    over = await ended(api, namespace=namespace, timerId="a")
+    ignored = {"timer": over, "replaced": False, "existed": True}
+    assert await api.ok("timers/create", **timer, delay="0s", payload=2) == ignored
+    many = await api.ok(
+        "timers/createMany", timers=[{**timer, "delay": "0s"}, {**timer, "timerId": "b", "delay": "1h"}]
+    )
+    assert many["results"][0] == ignored
+    assert many["results"][1]["existed"] is False
+    assert len(receiver.bodies) == 1
+    timer["ifReached"] = "replace"
+    brought_back = await api.ok("timers/create", **timer, executeAt=FAR)
+    assert (brought_back["replaced"], brought_back["existed"]) == (False, False)
+
+
+async def test_the_answer_says_whether_a_timer_existed_only_if_asked(api: Asker, namespace: str) -> None:
+    timer = {"namespace": namespace, "timerId": "a", "executeAt": FAR, "callbackUrl": URL}
+    assert "existed" not in await api.ok("timers/create", **timer)
+    assert (await api.ok("timers/create", **timer, ifAbsent=True))["existed"] is True
+    assert (await api.ok("timers/create", **timer, ifAbsent=False))["existed"] is False
 
 
 async def test_payload_null_is_no_payload_and_any_other_json_comes_back(api: Asker, namespace: str) -> None:
@@ -160,6 +191,8 @@ async def test_payload_null_is_no_payload_and_any_other_json_comes_back(api: Ask
         ({**GOOD, "callbackTimeoutSeconds": 0}, "callbackTimeoutSeconds"),
         ({**GOOD, "callbackTimeoutSeconds": 301}, "callbackTimeoutSeconds"),
         ({**GOOD, "ifAbsent": "yes"}, "ifAbsent"),
+        ({**GOOD, "ifReached": "keep"}, "ifReached"),
+        ({**GOOD, "ifReached": None}, "ifReached"),
         ({**GOOD, "tags": ["t"] * 21}, "tags"),
         ({**GOOD, "retryPolicy": {"maxRetries": -1}}, "retryPolicy.maxRetries"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from hashlib import sha256
@@ -83,12 +84,21 @@ CALLS: dict[str, dict[str, Any]] = {
     "namespaces/list": {},
     "cluster/status": {},
     "cluster/map": {},
+    "schedules/preview": {"schedule": {"at": "2027-03-15T09:00", "timezone": "Europe/Paris"}},
     "timers/update": {**KEY, "payload": 1},
     "timers/createMany": {"timers": []},
     "timers/deleteMany": {"timers": []},
     "namespaces/update": {"namespace": "orders", "requireOk": False},
 }
-READS = {"timers/get", "timers/list", "namespaces/get", "namespaces/list", "cluster/status", "cluster/map"}
+READS = {
+    "timers/get",
+    "timers/list",
+    "namespaces/get",
+    "namespaces/list",
+    "cluster/status",
+    "cluster/map",
+    "schedules/preview",
+}
 WRITES = {"timers/update", "timers/createMany", "timers/deleteMany"}
 
 
@@ -136,6 +146,44 @@ async def test_a_token_is_good_for_its_namespaces_only(guarded: Asker) -> None:
     assert (await guarded.ask("timers/get", {"timerId": "a"}, bearer("shop")))[0] == 403
     assert await guarded.ask("timers/get", other, bearer("root")) == before
     assert (await guarded.ask("namespaces/get", {"namespace": "third"}, bearer("root")))[0] == 404
+
+
+async def test_a_correlation_id_shows_a_tenant_its_own_timers_only(guarded: Asker) -> None:
+    for name in ("orders", "other"):
+        for timer_id, due in (("traced", FAR), ("fired", "2020-01-01T00:00:00Z")):
+            timer = {"namespace": name, "timerId": timer_id, "executeAt": due, "callbackUrl": URL}
+            timer["correlationId"] = "request-9"
+            assert (await guarded.ask("timers/create", timer, bearer("root")))[0] == 200
+    trace = {"correlationId": "request-9"}
+    everywhere = {**trace, "allNamespaces": True}
+
+    async def found(body: dict[str, Any], token: str) -> set[tuple[str, str]]:
+        keys: set[tuple[str, str]] = set()
+        cursor = None
+        while True:
+            status, answer = await guarded.ask("timers/list", {**body, "cursor": cursor}, bearer(token))
+            assert status == 200, answer
+            keys |= {(timer["namespace"], timer["timerId"]) for timer in answer["timers"]}
+            cursor = answer["nextCursor"]
+            if cursor is None:
+                return keys
+
+    own = {("orders", "traced"), ("orders", "fired")}
+    assert await found({**trace, "namespace": "orders"}, "shop") == own
+    for token in ("root", "admin"):
+        assert await found(everywhere, token) == own | {("other", "traced"), ("other", "fired")}
+    # A cursor of an operator gives a tenant nothing either.
+    _, page = await guarded.ask("timers/list", {**everywhere, "limit": 1}, bearer("root"))
+    for token in ("shop", "shop-admin", "reader"):
+        for body in (everywhere, {**everywhere, "cursor": page["nextCursor"]}):
+            status, problem = await guarded.ask("timers/list", body, bearer(token))
+            assert (status, problem["code"], problem["field"]) == (403, "forbidden", "allNamespaces"), token
+            assert token in problem["detail"]
+    for token in ("shop", "shop-admin"):
+        refused = await guarded.ask("timers/list", {**trace, "namespace": "other"}, bearer(token))
+        assert (refused[0], refused[1]["field"]) == (403, "namespace")
+        stolen = {**trace, "namespace": "orders", "cursor": page["nextCursor"]}
+        assert (await guarded.ask("timers/list", stolen, bearer(token)))[0] == 400
 
 
 async def test_in_a_batch_each_item_needs_its_namespace(guarded: Asker) -> None:
@@ -195,6 +243,38 @@ async def test_a_page_of_another_site_is_refused_and_changes_nothing(api: Asker,
 
 async def test_a_page_of_the_server_itself_may_ask(api: Asker) -> None:
     assert (await api.ask("cluster/status", {}, {"origin": api.server.url}))[0] == 200
+
+
+async def _status(server: RealServer, path: str, host: str, method: str = "GET") -> int:
+    """Over a plain connection, because a client writes the Host header itself."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(
+        f"{method} {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{{}}".encode()
+    )
+    status = int((await asyncio.wait_for(reader.readline(), 10)).split()[1])
+    writer.close()
+    return status
+
+
+async def test_a_web_site_cannot_reach_an_open_server_under_its_own_name(tmp_path: Path) -> None:
+    server = RealServer(tmp_path, DUETIME_SERVER_ALLOWED_HOSTS='["timers.internal"]')
+    await server.start()
+    try:
+        for path in ("/metrics", "/docs", "/openapi.json", "/", "/nowhere"):
+            assert await _status(server, path, f"evil.example:{server.port}") == 403
+            assert await _status(server, path, f"127.0.0.1:{server.port}") != 403
+            assert await _status(server, path, "timers.internal") != 403
+        assert await _status(server, "/api/v1/cluster/status", "evil.example", "POST") == 403
+        assert await _status(server, "/api/v1/cluster/status", "timers.internal", "POST") == 200
+        for path in ("/healthz", "/readyz"):  # probes send any Host
+            assert await _status(server, path, "evil.example") == 200
+    finally:
+        await server.close()
+
+
+async def test_a_server_with_tokens_answers_to_any_name(guarded: Asker) -> None:
+    assert await _status(guarded.server, "/docs", "evil.example") == 200
+    assert await _status(guarded.server, "/metrics", "evil.example") == 401
 
 
 async def test_another_site_is_refused_also_with_a_token(guarded: Asker) -> None:

@@ -207,6 +207,7 @@ async def test_case_8_a_clock_that_is_set_again_and_again_under_load_loses_nothi
         await server.ready()
         await load.acknowledged(50)
     await load.until_nothing_is_scheduled()
-    load.judge(seed)
+    # A clock that differs from the database's is corrected by it, which docs/concepts/guarantees.md limits to 5 ms.
+    load.judge(seed, clock_error_ms=5 if which == "duetime" else 0)
     assert load.results[Result.INFO] == 0
     assert len(receiver.callbacks) > STEPS * 20

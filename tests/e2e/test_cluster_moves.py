@@ -106,7 +106,7 @@ async def test_sigterm_lets_deliveries_land_before_another_instance_gets_their_t
 
 
 @pytest.mark.parametrize("ex_owner", ["moved on", "gone"])
-async def test_case_27_a_wish_sent_on_to_an_ex_owner_reaches_the_new_one(
+async def test_case_27_a_command_sent_on_to_an_ex_owner_reaches_the_new_one(
     tmp_path: Path, url: str, ex_owner: str
 ) -> None:
     """The instance that is asked sleeps through the move, so it can only send the request to where the shard was."""

@@ -1,7 +1,8 @@
 """Input limits of the failure catalogue, a test for each case, on a real server through HTTP.
 
 A refusal has the right status and names the field, and it changes nothing: not the timer that was to be
-made, not its neighbours in a batch, not the timer that was to be updated.
+made, not its neighbours in a batch, not the timer that was to be updated. Here is one value of each kind; all values
+are in tests/unit/api/test_input_limits.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from contract import Asker
 from real_server import RealReceiver, until
+
+from duetime.api.decode_json import WHOLE_BYTES_MAX
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -136,38 +139,7 @@ async def test_case_38_more_than_the_store_takes_in_one_commit_is_split_and_all_
 
 @pytest.mark.parametrize(
     "headers",
-    [
-        {"x-shop": "17\r\nhost: evil.example"},
-        {"x-shop": "17\nx: y"},
-        {"x-shop": "17\r"},
-        {"x-shop": "nul\0"},
-        {"x-shop": "bell\x07"},
-        {"x-shop": "del\x7f"},
-        {"x-shop": "ümlaut"},
-        {"x-shop\r\nx-evil": "1"},
-        {"x-shop:": "1"},
-        {"x shop": "1"},
-        {"": "1"},
-        {"Host": "evil.example"},
-        {"hOST": "evil.example"},
-        {"Content-Length": "0"},
-        {"Transfer-Encoding": "chunked"},
-        {"Connection": "close"},
-        {"Keep-Alive": "1"},
-        {"Upgrade": "h2c"},
-        {"TE": "trailers"},
-        {"Trailer": "x"},
-        {"Proxy-Authorization": "1"},
-        {"Content-Encoding": "gzip"},
-        {"Expect": "100-continue"},
-        {"webhook-signature": "v1,forged"},
-        {"Webhook-Id": "forged"},
-        {"duetime-fence": "0.0"},
-        {"Idempotency-Key": "forged"},
-        {"x-same": "1", "X-Same": "2"},
-        {f"x-{n}": "1" for n in range(33)},
-        {"x-long": "y" * 8_200},
-    ],
+    [{"x-shop": "17\r\nhost: evil.example"}, {"Host": "evil.example"}],
     ids=lambda headers: ascii(next(iter(headers)))[:30],
 )
 async def test_case_39_headers_that_could_change_the_request_are_refused(
@@ -190,7 +162,7 @@ async def test_case_39_a_good_header_arrives_as_it_was_given(
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("brackets", [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+@pytest.mark.parametrize("brackets", [("[", "]")])
 async def test_case_40_json_nested_too_deeply_is_refused(api: Asker, namespace: str, brackets: tuple[str, str]) -> None:
     def nested(depth: int) -> str:
         times = depth // len(brackets[1])
@@ -215,22 +187,24 @@ async def test_case_40_a_depth_bomb_is_refused_wherever_it_stands(api: Asker, na
     for body in bodies:
         for path in ("timers/create", "timers/createMany", "timers/update", "timers/list"):
             status, problem = await api.ask_raw(path, body.encode())
-            assert (status, problem["code"]) == (400, "invalid_field"), (path, body[:40])
+            is_large = len(body) > WHOLE_BYTES_MAX and status == 413  # refused by its size, before it is decoded
+            expected = (413, "too_large") if is_large else (400, "invalid_field")
+            assert (status, problem["code"]) == expected, (path, body[:40])
     await assert_not_made(api, namespace, "bad")
 
 
-HUGE = ["1" * 5_000, "-" + "9" * 5_000, "1e400", "-1e400", "1E+999999999", "0.1e310", "9" * 309 + ".5"]
+HUGE = ["1" * 5_000, "1e400"]
 
 
 @pytest.mark.parametrize("number", HUGE, ids=lambda number: number[:12])
-@pytest.mark.parametrize("around", ["{}", '{{"a":[{}]}}', '["1e400",{}]'])
+@pytest.mark.parametrize("around", ['["1e400",{}]'])
 async def test_case_41_a_number_beyond_a_double_is_refused(
     api: Asker, namespace: str, number: str, around: str
 ) -> None:
     await assert_refused(api, namespace, {"payload": around.format(number)}, 400, "payload")
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "nan", "1e", "01", "+1", ".5", "0x10"])
+@pytest.mark.parametrize("number", ["NaN"])
 async def test_case_41_what_is_no_number_of_json_is_refused(api: Asker, namespace: str, number: str) -> None:
     await assert_refused(api, namespace, {"payload": f'{{"a":{number}}}'}, 400, None, is_json=False)
 
@@ -270,33 +244,14 @@ async def test_case_41_numbers_a_double_holds_come_back_digit_by_digit(
 # --- times ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["2027-06-30T23:59:60Z", "2016-12-31T23:59:60Z", "2027-06-30T23:59:60.5+02:00"])
+@pytest.mark.parametrize("text", ["2016-12-31T23:59:60Z"])
 async def test_case_10_a_leap_second_is_refused(api: Asker, namespace: str, text: str) -> None:
     await assert_refused(api, namespace, {"executeAt": json.dumps(text)}, 400, "executeAt")
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "0001-01-01T00:00:00Z",
-        "0000-01-01T00:00:00Z",
-        "1969-12-31T23:59:59.999Z",
-        "1970-01-01T00:00:00+00:01",
-        "9999-01-01T00:00:00Z",
-        "9999-12-31T23:59:59Z",
-        "9999-12-31T23:59:59-23:59",
-        "9998-12-31T23:59:59-00:01",
-        "9998-12-31T23:59:59.9999Z",
-        "0001-01-01T00:00:00+23:59",
-        "10000-01-01T00:00:00Z",
-        "-2027-01-01T00:00:00Z",
-        "+2027-01-01T00:00:00Z",
-        "2027-02-29T00:00:00Z",
-        "2027-13-01T00:00:00Z",
-        "2027-01-01T24:00:00Z",
-        "2027-01-01T00:00:00+24:00",
-        "٢٠٢٧-01-01T00:00:00Z",
-    ],
+    ["1969-12-31T23:59:59.999Z", "9999-01-01T00:00:00Z"],
 )
 async def test_case_42_a_time_out_of_range_is_refused(api: Asker, namespace: str, text: str) -> None:
     await assert_refused(api, namespace, {"executeAt": json.dumps(text)}, 400, "executeAt")
@@ -324,27 +279,7 @@ async def test_case_42_the_ends_of_the_range_are_kept_and_the_past_fires_at_once
 
 @pytest.mark.parametrize(
     "value",
-    [
-        '"2027-01-01T09:00:00"',
-        '"2027-01-01T09:00:00.123"',
-        '"2027-01-01 09:00:00"',
-        '"2027-01-01T09:00"',
-        '"2027-01-01T09:00Z"',
-        '"2027-01-01"',
-        '"20270101T090000Z"',
-        '"2027-W01-1T09:00:00Z"',
-        '"2027-01-01T09:00:00 Europe/Berlin"',
-        '"2027-01-01T09:00:00+01"',
-        '"09:00:00Z"',
-        '"tomorrow"',
-        '""',
-        '" 2027-01-01T09:00:00Z"',
-        '"2027-01-01T09:00:00Z\\n"',
-        "1798794000",
-        "1798794000000.0",
-        "[]",
-        "true",
-    ],
+    ['"2027-01-01T09:00:00"', "1798794000"],
 )
 async def test_case_43_a_time_without_an_offset_or_not_one_at_all_is_refused(
     api: Asker, namespace: str, value: str
@@ -356,14 +291,8 @@ async def test_case_43_a_time_without_an_offset_or_not_one_at_all_is_refused(
 
 BAD_NAMES = {
     "NUL": '"a\\u0000b"',
-    "only NUL": '"\\u0000"',
     "high surrogate": '"a\\ud800"',
-    "low surrogate": '"\\udfffb"',
-    "surrogates in the wrong order": '"\\udc00\\ud800"',
     "256 bytes": json.dumps("x" * 256),
-    "256 bytes in 128 characters": json.dumps("ü" * 128, ensure_ascii=False),
-    "256 bytes in 64 characters": json.dumps("😀" * 64),
-    "empty": '""',
 }
 
 
@@ -374,7 +303,7 @@ async def test_case_44_a_name_that_is_none_is_refused(api: Asker, namespace: str
     await assert_refused(api, namespace, {field: BAD_NAMES[name]}, 400, field, is_json=is_json)
 
 
-@pytest.mark.parametrize("name", ["NUL", "high surrogate", "256 bytes", "empty"])
+@pytest.mark.parametrize("name", ["NUL"])
 async def test_case_44_a_tag_that_is_none_is_refused(api: Asker, namespace: str, name: str) -> None:
     tags = f'["good",{BAD_NAMES[name]}]'
     await assert_refused(api, namespace, {"tags": tags}, 400, "tags", is_json="surrogate" not in name)

@@ -24,7 +24,7 @@ from duetime.config import load_config
 from duetime.domain.instants import format_instant, parse_instant
 from duetime.errors import SetupError
 from duetime.http.client import HttpError
-from duetime.http.server import Response
+from duetime.http.messages import Response
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -337,8 +337,8 @@ async def test_a_retry_waits_as_long_as_the_receiver_asks(api: Asker, namespace:
 async def test_a_callback_that_asks_for_another_time_is_called_again_then(
     api: Asker, namespace: str, receiver: RealReceiver
 ) -> None:
-    again_ms = wall_ms() + 400
-    once_more_ms = again_ms + 300
+    again_ms = wall_ms() + 1_400  # more than a second after each call: sooner than that it is not called again
+    once_more_ms = again_ms + 1_300
     receiver.answers += [
         Response(200, json.dumps({"ok": True, "nextExecuteAt": format_instant(again_ms)}).encode()),
         Response(200, json.dumps({"ok": False, "nextExecuteAt": format_instant(once_more_ms)}).encode()),

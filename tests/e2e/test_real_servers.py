@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from scripts.servers import Cassandra, MongoDb, MySqlLike, Postgres, ServerError, TiDb
 
 from duetime.store import open_store
@@ -242,6 +244,47 @@ def command_in(checkout: Path, *arguments: str, **environment: str) -> tuple[int
         check=False,
     )
     return ended.returncode, ended.stdout.decode()
+
+
+@pytest.mark.parametrize("broker", ["nats", "kafka"])
+async def test_a_broker_goes_on_with_a_folder_that_another_program_filled(broker: str) -> None:
+    """As `up --folder` does after a `down`: nothing but the folder is known of the first one, not even its ports."""
+    await asyncio.to_thread(require, broker)  # skips this test where it cannot be had
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        for is_first in (True, False):
+            with own(broker, folder=Path(folder) / broker) as server:
+                names = await (_streams if broker == "nats" else _topics)(server.url(), is_first)
+                assert names == ["kept"]
+
+
+async def _streams(url: str, is_first: bool) -> list[str]:
+    client = await nats.connect(url)
+    js = client.jetstream()
+    if is_first:
+        await js.add_stream(name="kept", subjects=["kept"])
+    names = [stream.config.name or "" for stream in await js.streams_info()]
+    await client.close()
+    return names
+
+
+async def _topics(url: str, is_first: bool) -> list[str]:
+    admin = AIOKafkaAdminClient(bootstrap_servers=url)
+    await admin.start()
+    try:
+        if is_first:
+            await admin.create_topics([NewTopic("kept", 1, 1)])
+        return list(await admin.list_topics())
+    finally:
+        await admin.close()
+
+
+def test_settings_of_nats_stand_at_the_top_or_in_jetstream() -> None:
+    """A setting at the wrong place stops the server."""
+    with own("nats", settings={"max_payload": "64KB", "jetstream.sync_interval": "2m"}) as server:
+        text = (server.folder / "nats.conf").read_text()
+    assert "\nmax_payload: 64KB\n" in text
+    assert "sync_interval: 2m}" in text
 
 
 def test_up_status_and_down_work_from_shells_of_their_own() -> None:

@@ -13,7 +13,7 @@ from contract import FAR, Asker, ended
 from real_server import RealReceiver, RealServer
 
 from duetime.client import SignatureError, verify
-from duetime.http.server import Request, Response
+from duetime.http.messages import Request, Response
 from duetime.signing import new_secret
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import accumulate
 
+from msgspec.structs import replace
 from scripted_cluster import ScriptedCluster, StoreConnection, run_scripted
 
 from duetime.domain.timer import shard_of
 
 LEASE_MS = 3_000
+MEMORY = 50  # `engine.timers_in_memory_max` of the catch-up after an outage
 
 
 def test_case_1_a_resumed_owner_sends_nothing_and_its_successor_sends_everything() -> None:
@@ -215,5 +218,45 @@ def test_case_54_an_instance_that_runs_during_a_restore_joins_again_and_continue
         await cluster.put("a", 1_000)
         await asyncio.sleep(5)
         assert cluster.called() == {"a"}
+
+    run_scripted(scenario)
+
+
+def test_after_an_outage_of_the_whole_cluster_what_is_overdue_fires_in_order_and_other_flows_are_on_time() -> None:
+    async def scenario(cluster: ScriptedCluster) -> None:
+        """More timers are overdue than fit into the memory of all instances."""
+        cluster.config = replace(
+            cluster.config,
+            engine=replace(cluster.config.engine, timers_in_memory_max=MEMORY),
+            delivery=replace(cluster.config.delivery, concurrency_per_flow=8),
+        )
+        before = await cluster.launch_many(2)
+        overdue = [f"overdue{number}" for number in range(6 * MEMORY)]
+        first_due_ms = cluster.now_ms() + 60_000
+        for number, name in enumerate(overdue):
+            await cluster.put(name, first_due_ms + 20 * number - cluster.now_ms(), "http://slow")
+        for instance in before:
+            cluster.crash(instance)
+        await asyncio.sleep(200)
+        assert cluster.callbacks == []
+        after = await cluster.launch_many(2)
+        await cluster.until(lambda: sum(len(instance.engine.shards) for instance in after) == cluster.num_shards)
+        await cluster.until(lambda: all(instance.engine.look_ahead.backlogs for instance in after))
+        due_ms = {f"new{number}": cluster.now_ms() + 1_000 + 200 * number for number in range(50)}
+        for name, at_ms in due_ms.items():
+            await cluster.put(name, at_ms - cluster.now_ms())
+        await cluster.until(lambda: set(due_ms) <= cluster.called())
+        assert any(instance.engine.look_ahead.backlogs for instance in after), "they were due during the catch-up"
+        started_ms = {call.timer: call.started_at_ms for call in cluster.callbacks}
+        assert max(started_ms[name] - at_ms for name, at_ms in due_ms.items()) < 100
+        await cluster.until(lambda: set(overdue) <= cluster.called())
+        for instance in after:
+            numbers = [overdue.index(call.timer) for call in cluster.calls_by(instance) if call.timer in overdue]
+            assert len(numbers) > MEMORY
+            assert len(numbers) == len(set(numbers))
+            assert (
+                max(latest - number for latest, number in zip(accumulate(numbers, max), numbers, strict=True)) < MEMORY
+            )
+        await asyncio.sleep(10)
 
     run_scripted(scenario)

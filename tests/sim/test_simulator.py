@@ -57,11 +57,11 @@ def test_every_kind_of_fault_happens(totals: Totals) -> None:
         "purge_reached failed for some shards",
         "delivery failed before it began",
         "delivery failed after it was answered",
-        "destination unknown",
+        "origin unknown",
         "request lost on a broken connection",
         "request received on a connection that then broke",
-        "answer of a destination lost",
-        "destination asked for another call",
+        "answer of a receiver lost",
+        "receiver asked for another call",
         *(f"unexpected error from {method}" for method in UNEXPECTED_ERROR_METHODS),
     }
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from duetime.config import load_config
 from duetime.delivery import Attempt
+from duetime.domain.headers import check_http_headers
 from duetime.domain.settle import AttemptResult, Contact
 from duetime.domain.timer import Created, TimerKey, TimerSpec, TimerView
 from duetime.engine.engine import Engine
@@ -36,11 +38,14 @@ class Destinations:
         self.payloads: list[str | None] = []
         self.before_begin: Callable[[Attempt], Awaitable[None]] | None = None
 
-    def check(self, url: str) -> None:
+    def check(self, url: str, namespace: str) -> None:
         if not url.startswith("http"):
             raise ValueError("must be a URL")
 
-    def destination(self, url: str) -> str:
+    def check_headers(self, url: str, headers: Mapping[str, str]) -> None:
+        check_http_headers(headers)
+
+    def origin(self, url: str) -> str:
         return url.partition("?")[0]
 
     async def deliver(self, attempt: Attempt) -> AttemptResult:
@@ -100,7 +105,8 @@ class World:
 
     async def create(self, timer_id: str, delay_ms: int = 1_000, **fields: Any) -> Created:
         fields.setdefault("callback_url", URL)
-        return await self.service.create(TimerSpec(namespace="default", timer_id=timer_id, delay_ms=delay_ms, **fields))
+        spec = TimerSpec(**{"namespace": "default", "timer_id": timer_id, "delay_ms": delay_ms, **fields})
+        return await self.service.create(spec)
 
     async def get(self, timer_id: str) -> TimerView:
         return await self.service.get(TimerKey("default", timer_id))
@@ -134,17 +140,29 @@ def check_accounts(engine: Engine) -> None:
     ]
     entries = [entry for shard in shards for entry in shard.entries.values()]
     assert engine.counters.writes_waiting == len(writes), "writes_waiting drifts"
+    of_namespaces = Counter(key.namespace for shard in shards for key in (*shard.pending, *shard.committing))
+    assert engine.counters.writes_of == of_namespaces, "writes_of drifts"
+    bytes_of: Counter[str] = Counter()
+    for shard in shards:
+        for key, write in (*shard.pending.items(), *shard.committing.items()):
+            bytes_of[key.namespace] += write.weight
+    assert engine.counters.bytes_of == bytes_of, "bytes_of drifts"
+    assert engine.counters.write_bytes_waiting == bytes_of.total(), "write_bytes_waiting drifts"
     assert engine.counters.unsettled == sum(write.settlement is not None for write in writes), "unsettled drifts"
     assert engine.counters.weight == sum(entry.weight for entry in entries), "the weight of what is in memory drifts"
     armed = sorted(entry.ticket for entry in entries if entry.phase is Phase.ARMED)
-    held = [entry.ticket for entry in engine.fire_loop._without_namespace if entry.phase is Phase.ARMED]
+    held = [
+        entry.ticket
+        for entry in (*engine.fire_loop._without_namespace.values(), *engine.fire_loop._being_read.values())
+        if entry.phase is Phase.ARMED
+    ]
     draining = [entry.ticket for entry in entries if entry.phase is Phase.ARMED and entry.shard.draining]
     tickets = engine.fire_loop.armed_tickets()
     assert set(tickets) <= set(armed), "what is armed is not in memory"
     assert set(armed) <= {*tickets, *held, *draining}, "an armed timer is not in the heap and will not fire"
     flow = engine.fire_loop.flow
-    assert flow.waiting == sum(place.waiting for place in flow.destinations())
-    assert flow.in_flight == sum(place.in_flight for place in flow.destinations())
+    assert flow.waiting == sum(place.waiting for place in flow.queues())
+    assert flow.in_flight == sum(place.in_flight for place in flow.queues())
 
 
 def check_nothing_is_left(engine: Engine) -> None:
@@ -175,17 +193,32 @@ def in_world(
     run_virtual(run)
 
 
-def on_faulty(scenario: Callable[[World, FaultyStore], Awaitable[None]], **settings: Any) -> None:
+def on_faulty(
+    scenario: Callable[[World, FaultyStore], Awaitable[None]],
+    new_store: Callable[[VirtualClock], MemoryStore] = MemoryStore,
+    **settings: Any,
+) -> None:
     """Run a scenario on a store that fails when told to."""
 
     async def run(clock: VirtualClock) -> None:
-        store = FaultyStore(MemoryStore(clock))
+        store = FaultyStore(new_store(clock))
         world = World(clock, store.as_store, **settings)
         await world.start()
         try:
             await scenario(world, store)
+            check_accounts(world.engine)
         finally:
             store.heal()
             await world.engine.stop()
+        check_nothing_is_left(world.engine)
 
     run_virtual(run)
+
+
+def on_one_shard(
+    scenario: Callable[[World, FaultyStore], Awaitable[None]],
+    new_store: Callable[[VirtualClock], MemoryStore] = MemoryStore,
+    **settings: Any,
+) -> None:
+    """The same, with all timers in one shard."""
+    on_faulty(scenario, new_store, namespaces__default_num_shards=1, **settings)

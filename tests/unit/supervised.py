@@ -7,6 +7,7 @@ crash      ends at once with exit code 3
 break      raises an unexpected error
 refuse     worker 2 cannot start and sends the error, worker 1 serves
 refuse-all both cannot start
+reload     like serve; SIGHUP is sent on to the workers, which say so
 late       each starts once without an error; after that it cannot start
 """
 
@@ -41,6 +42,8 @@ def work(worker: Worker) -> int:
         raise RuntimeError("a bug")
     if MANNER == "refuse-all" or (MANNER == "refuse" and worker.number == 2) or (MANNER == "late" and started_before):
         raise SetupError("the database has the wrong version", field="store.url")
+    if MANNER == "reload":
+        signal.signal(signal.SIGHUP, lambda *_: say(f"worker {worker.number} loads"))
     say(f"worker {worker.number} is ready")
     with contextlib.suppress(ConnectionError):  # of a parent who was killed
         worker.channel.send(READY)
@@ -58,7 +61,7 @@ def work(worker: Worker) -> int:
 if __name__ == "__main__":
     set_up_logging("info", "text")
     try:
-        code = Supervisor(2, work, lambda pids: say("all ready")).run()
+        code = Supervisor(2, work, lambda pids: say("all ready"), (signal.SIGHUP,) if MANNER == "reload" else ()).run()
     except SetupError as error:
         say(f"refused: {error.detail} ({error.field})")
         code = 2

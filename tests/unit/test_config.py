@@ -89,6 +89,18 @@ class TestUnknownKeys:
         assert "unknown section [stoer]" in refusal(stoer__url="x")
         assert "unknown key store." in refusal(store="memory://")
 
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [("concurrency_per_destination", "concurrency_per_flow"), ("rate_per_destination", "rate_per_flow")],
+    )
+    def test_that_were_renamed_are_refused_with_the_new_name(self, old: str, new: str, tmp_path: Path) -> None:
+        assert f"delivery.{old} is now named delivery.{new}" in refusal(f"[delivery]\n{old} = 5", tmp_path)
+        assert f"flags: delivery.{old} is now named delivery.{new}" in refusal(**{f"delivery__{old}": 5})
+        with pytest.raises(
+            SetupError, match=f"DUETIME_DELIVERY_{old.upper()} is now named DUETIME_DELIVERY_{new.upper()}"
+        ):
+            load_config(environ={f"DUETIME_DELIVERY_{old.upper()}": "5"})
+
     def test_in_a_token_are_named(self, tmp_path: Path) -> None:
         message = refusal(f'[[auth.tokens]]\nname = "a"\nsha256 = "{SHA256}"\nverb = ["read"]', tmp_path)
         assert "auth.tokens[0]" in message
@@ -201,11 +213,11 @@ class TestWrongValues:
             ("engine.dead_after", "3s"),  # the lease exactly
             ("engine.look_ahead", "0s"),
             ("engine.timers_in_memory_max", 999),
-            ("engine.counters.writes_waiting_max", 0),
+            ("engine.writes_waiting_max", 0),
             ("engine.write_timeout", "0s"),
-            ("delivery.concurrency_per_destination", 0),
+            ("delivery.concurrency_per_flow", 0),
             ("delivery.concurrency_max", 0),
-            ("delivery.rate_per_destination", -1),
+            ("delivery.rate_per_flow", -1),
             ("delivery.connect_timeout", "0s"),
             ("delivery.breaker_failures", 0),
             ("delivery.breaker_pause", "0s"),
@@ -214,6 +226,17 @@ class TestWrongValues:
             ("limits.json_depth_max", 0),
             ("limits.batch_timers_max", 0),
             ("limits.page_timers_max", 0),
+            ("limits.page_bytes_max", 0),
+            ("nats.url", "nats://user:secret@localhost:4222"),
+            ("nats.ack_wait", "999ms"),
+            ("nats.duplicate_window", "99ms"),
+            ("nats.password", "secret"),  # without a user
+            ("nats.tls_certificate", "cert.pem"),  # without a key
+            ("nats.in_flight_max", 0),
+            ("kafka.sasl_mechanism", "GSSAPI"),
+            ("kafka.user", "duetime"),  # without a mechanism
+            ("kafka.password", "secret"),  # without a user
+            ("kafka.tls_certificate", "cert.pem"),
             ("log.level", "loud"),
             ("log.format", "xml"),
         ],
@@ -301,6 +324,15 @@ class TestShown:
         text = shown(loaded(auth__tokens=[TOKEN]))
         assert SHA256 not in text
         assert tomllib.loads(text)["auth"]["tokens"] == [TOKEN | {"sha256": "***"}]
+
+    @pytest.mark.parametrize("path", ["nats.password", "nats.token", "kafka.password"])
+    def test_passwords_of_brokers_are_hidden(self, path: str) -> None:
+        section, _, key = path.partition(".")
+        user = {} if key == "token" else {f"{section}.user": "duetime"}
+        mechanism = {"kafka.sasl_mechanism": "PLAIN"} if section == "kafka" else {}
+        text = shown(load_config(environ={}, flags={path: "hunter2", **user, **mechanism}))
+        assert "hunter2" not in text
+        assert tomllib.loads(text)[section][key] == "***"
 
     def test_a_shown_configuration_with_redacted_hashes_cannot_start_a_server(self, tmp_path: Path) -> None:
         assert "sha256 must be 64 hex digits" in refusal(shown(loaded(auth__tokens=[TOKEN])), tmp_path)

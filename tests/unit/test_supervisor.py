@@ -368,6 +368,18 @@ def test_one_signal_drains_all_workers_at_the_same_time(start: Any, number: sign
     assert program.said.count("all ready") == 1
 
 
+def test_a_signal_to_load_the_certificate_reaches_every_worker_and_ends_none(start: Any) -> None:
+    program = start("reload")
+    program.says("all ready")
+    for turn in (1, 2):
+        program.signal(signal.SIGHUP)
+        assert {found[1] for found in program.says(r"worker (\d) loads", 2 * turn)[2 * (turn - 1) :]} == {"1", "2"}
+    program.signal(signal.SIGTERM)
+    assert program.end() == 0
+    assert program.said.count("drained") == 2
+    assert "second signal" not in program.said
+
+
 def test_ctrl_c_in_a_terminal_reaches_all_processes_and_counts_as_one_signal(start: Any) -> None:
     program = start("together")
     program.says("all ready")

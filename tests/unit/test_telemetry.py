@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from duetime.telemetry import Counter, Gauge, Histogram, Telemetry, log, set_up_logging
+from duetime.telemetry import Counter, Gauge, Histogram, LabelledGauge, Telemetry, log, set_up_logging
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{([a-z]+)="((?:[^"\\\n]|\\[\\"n])*)"\})? (-?[0-9.e+-]+|inf|nan)')
 
@@ -49,6 +49,14 @@ class TestFormat:
         assert gauge.lines() == ["duetime_x 0"]
         gauge.read = lambda: value
         assert samples("\n".join(gauge.lines())) == [("duetime_x", None, None, value)]
+
+    def test_a_gauge_with_a_label_is_read_when_asked_for_and_is_a_line_for_each_value_in_order(self) -> None:
+        gauge = LabelledGauge("duetime_x", "X.", "broker")
+        assert gauge.lines() == []
+        values: dict[str, float] = {"nats": 1_234_567}
+        gauge.read = lambda: values
+        values['a"b'] = 0.25
+        assert gauge.lines() == ['duetime_x{broker="a\\"b"} 0.25', 'duetime_x{broker="nats"} 1234567']
 
     def test_buckets_are_cumulative_and_a_bound_belongs_to_its_bucket(self) -> None:
         histogram = Histogram("duetime_x", "X.", (0.5, 1, 2_000))
@@ -148,6 +156,22 @@ class TestLogging:
         entry = json.loads(lines[0])
         assert (entry["level"], entry["logger"], entry["message"]) == ("error", "duetime", "two\nlines 5")
         assert "KeyError: 'x'" in entry["exception"]
+
+    def test_text_of_other_users_cannot_control_the_terminal_or_add_lines(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        hostile = "a\x1b[2J\x9b31m\x07\u202e\u2066\r\n2027-01-01 00:00:00 INFO all is well"
+        for form in ("text", "json"):
+            set_up_logging("info", form)
+            log.warning("timer %s", hostile)
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.isprintable()
+            assert "x1b[2J" in line or json.loads(line)["message"] == f"timer {hostile}"
+            try:
+                raise ValueError(hostile)
+            except ValueError:
+                log.exception("failed")
+            assert all(line.isprintable() for line in capsys.readouterr().err.split("\n"))
 
     def test_setting_up_twice_does_not_say_things_twice(self, capsys: pytest.CaptureFixture[str]) -> None:
         set_up_logging("info", "text")

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from engine_world import World
 
 from duetime.cluster.forwarding import CommandAnswer, Forward, Peer
+from duetime.domain.flow_shares import FlowAllowance, FlowReport
+from duetime.domain.flow_status import FlowQuery, FlowStatus
 from duetime.domain.status import InstanceStatus
 from duetime.domain.timer import shard_of
 from duetime.errors import DuetimeError
@@ -23,6 +25,9 @@ class Wires:
         self.services: dict[str, Service] = {}
         self.sent: list[tuple[str, Forward]] = []
         self.failure: Callable[[], DuetimeError] | None = None  # raised instead of forwarding
+        self.deaf: set[str] = set()  # addresses that do not answer when they are asked for flows
+        self.flow_failure: Callable[[], DuetimeError] | None = None  # raised instead of answering reports of flows
+        self.reported: list[tuple[str, list[FlowReport]]] = []
 
     async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
         self.sent.append((peer.address, forward))
@@ -32,6 +37,18 @@ class Wires:
 
     async def status(self, peer: Peer) -> InstanceStatus:
         return self.services[peer.address].instance_status()
+
+    async def flows(self, peer: Peer, query: FlowQuery) -> list[FlowStatus]:
+        if peer.address in self.deaf:
+            await asyncio.sleep(3_600)
+        return self.services[peer.address].flows.own(query)
+
+    async def flow_allowances(self, peer: Peer, reports: list[FlowReport]) -> list[FlowAllowance]:
+        self.reported.append((peer.address, reports))
+        if self.flow_failure is not None:
+            raise self.flow_failure()
+        [sender] = [service.as_peer() for address, service in self.services.items() if address != peer.address]
+        return self.services[peer.address].flow_allowances(sender.instance_id, len(self.reported), reports)
 
     async def close(self) -> None: ...
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import Collection
 from hashlib import sha256
 from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from duetime.config import Auth, Config, Token
-from duetime.errors import CrossOrigin, Forbidden, SetupError, Unauthenticated
-from duetime.http.server import Request
+from duetime.config import Auth, Config, Token, split_advertise
+from duetime.errors import CrossOrigin, Forbidden, SetupError, Unauthenticated, UnknownHost
+from duetime.http.messages import Request
 
-__all__ = ["Authenticator", "Caller", "check_binding", "is_loopback", "split_listen"]
+__all__ = ["ANYONE", "Authenticator", "Caller", "check_binding", "hosts_of", "is_loopback", "split_listen"]
 
 
 class Caller(Struct, frozen=True):
@@ -26,19 +27,36 @@ class Caller(Struct, frozen=True):
     name: str
     verbs: frozenset[str]
     namespaces: frozenset[str] | None
+    is_operator: bool = False  # has a token with `admin` for all namespaces: quotas of tenants do not hold for it
 
     def require_verb(self, verb: str) -> None:
         if verb not in self.verbs:
             raise Forbidden(f"the token {self.name!r} does not have the verb {verb!r}")
 
     def require_namespace(self, namespace: str) -> None:
-        if not self.may_see(namespace):
+        if self.namespaces is not None and namespace not in self.namespaces:
             raise Forbidden(f"the token {self.name!r} does not allow the namespace {namespace!r}", field="namespace")
+
+    def require_all_namespaces(self, field: str) -> None:
+        """For what an operator sets for a tenant. `field`: the one that the request would change."""
+        if self.namespaces is not None:
+            raise Forbidden(
+                f"{field} is set by operators: the token {self.name!r} is restricted to namespaces", field=field
+            )
+
+    def require_operator(self, field: str) -> None:
+        """For what concerns all namespaces at once."""
+        if self.namespaces is not None or "admin" not in self.verbs:
+            raise Forbidden(
+                f"{field} is for operators: the token {self.name!r} does not have the verb 'admin' for all namespaces",
+                field=field,
+            )
 
     def may_see(self, namespace: str) -> bool:
         return self.namespaces is None or namespace in self.namespaces
 
 
+_KNOWN_HOSTS_MAX = 64
 _ALL_VERBS = frozenset({"read", "write", "admin"})
 ANYONE = Caller("anyone", _ALL_VERBS, None)
 
@@ -46,13 +64,36 @@ ANYONE = Caller("anyone", _ALL_VERBS, None)
 class Authenticator:
     """Turns a request into its Caller, or refuses it."""
 
-    def __init__(self, auth: Auth) -> None:
+    def __init__(self, auth: Auth, hosts: Collection[str] = ()) -> None:
+        """`hosts`: names by which a server without tokens may be called, besides loopback."""
+        self._hosts = frozenset(name.lower().rstrip(".") for name in hosts)
+        self._known_hosts: set[bytes] = set()  # Host headers that were accepted; limited to _KNOWN_HOSTS_MAX
         self._callers = [(token.sha256.lower(), _caller(token)) for token in auth.tokens]
         self._verified: dict[str, Caller] = {}  # by Authorization header; limited by the number of tokens
 
+    def check_host(self, request: Request) -> None:
+        """Refuse a request to a server without tokens if it was sent to a name that is not the server's: a web site can
+        make its own name resolve to this machine (DNS rebinding), and its pages could then read what they get."""
+        if self._callers:
+            return
+        sent = request.raw_headers.get(b"host")
+        if sent is None or sent in self._known_hosts:  # a browser always sends one
+            return
+        host = sent.decode("latin-1")
+        if not self._is_own_host(_host_of(host)):
+            raise UnknownHost(
+                f"a server without tokens answers only to loopback names and addresses, not to {host[:255]!r}; "
+                "add the name to server.allowed_hosts, or configure tokens"
+            )
+        if len(self._known_hosts) < _KNOWN_HOSTS_MAX:
+            self._known_hosts.add(sent)
+
+    def _is_own_host(self, host: str) -> bool:
+        return _is_loopback_host(host) or host in self._hosts
+
     def caller(self, request: Request) -> Caller:
-        if request.header(b"origin") is not None:
-            _refuse_other_sites(request, open_to_all=not self._callers)
+        if b"origin" in request.raw_headers:
+            self._refuse_other_sites(request)
         if not self._callers:
             return ANYONE
         header = request.header(b"authorization")
@@ -60,6 +101,20 @@ class Authenticator:
             raise Unauthenticated("this server requires a token: send `Authorization: Bearer TOKEN`")
         known = self._verified.get(header)
         return self._verify(header) if known is None else known
+
+    def _refuse_other_sites(self, request: Request) -> None:
+        """A web page must not be able to reach a server on its visitor's machine through the visitor's browser.
+
+        Only browsers send Origin. It must be the address that the request was sent to, and without tokens one of this
+        server's own (see `check_host`).
+        """
+        try:
+            origin = urlsplit(request.header(b"origin") or "")
+        except ValueError:  # brackets that do not match: not sent by a browser
+            origin = urlsplit("")
+        same = bool(origin.netloc) and origin.netloc == (request.header(b"host") or "")
+        if not same or (not self._callers and not self._is_own_host((origin.hostname or "").rstrip("."))):
+            raise CrossOrigin("requests from pages of other web sites are refused")
 
     def _verify(self, header: str) -> Caller:
         scheme, _, token = header.partition(" ")
@@ -81,22 +136,27 @@ def _caller(token: Token) -> Caller:
     verbs = frozenset(token.verbs)
     if not verbs or "admin" in verbs:
         verbs = _ALL_VERBS
-    return Caller(token.name, verbs, frozenset(token.namespaces) or None)
+    return Caller(
+        token.name,
+        verbs,
+        frozenset(token.namespaces) or None,
+        is_operator="admin" in verbs and not token.namespaces,
+    )
 
 
-def _refuse_other_sites(request: Request, *, open_to_all: bool) -> None:
-    """A web page must not be able to reach a server on its visitor's machine through the visitor's browser.
+def hosts_of(config: Config) -> tuple[str, ...]:
+    """The names by which a server may be called, besides loopback: clients that send writes to the owner use
+    `cluster.advertise`."""
+    advertise = config.cluster.advertise
+    return (*config.server.allowed_hosts, *((split_advertise(advertise)[0],) if advertise else ()))
 
-    Only browsers send Origin. It must be the address that the request was sent to. Without tokens that address must be
-    a loopback address, because a web site can make its own name resolve to one (DNS rebinding).
-    """
+
+def _host_of(header: str) -> str:
+    """The name or address in a Host header, without its port."""
     try:
-        origin = urlsplit(request.header(b"origin") or "")
-    except ValueError:  # brackets that do not match: not sent by a browser
-        origin = urlsplit("")
-    same = bool(origin.netloc) and origin.netloc == (request.header(b"host") or "")
-    if not same or (open_to_all and not _is_loopback_host(origin.hostname or "")):
-        raise CrossOrigin("requests from pages of other web sites are refused")
+        return (urlsplit(f"//{header}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
 
 
 def split_listen(listen: str) -> tuple[str, int]:

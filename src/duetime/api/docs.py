@@ -1,22 +1,40 @@
-"""The page at /docs: the OpenAPI document as HTML. It is one file and loads nothing else."""
+"""The page at /docs: the OpenAPI document as HTML. It is one file and loads nothing else.
+
+Its policy (Content-Security-Policy) allows exactly the style and the script of this module, by their hashes.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from functools import cache
+from hashlib import sha256
 from html import escape
 from typing import Any
 
 from duetime.api.openapi import openapi
+from duetime.domain.flow_status import FlowState
 from duetime.domain.timer import Outcome, State, Verdict
 
-__all__ = ["docs_page"]
+__all__ = ["docs_page", "docs_policy"]
 
 Json = dict[str, Any]
 
 # Replaced in the browser by the address of the page, so that the examples can be copied and run.
 _SERVER = "http://127.0.0.1:8463"
+
+
+def docs_policy() -> str:
+    """Nothing else is loaded or run, no other page may embed this one, and no form of it leads anywhere."""
+    return (
+        f"default-src 'none'; style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
 @cache
@@ -114,7 +132,7 @@ def _type(part: Json) -> str:
     return escape(" or ".join(kind) if isinstance(kind, list) else kind)
 
 
-_ENUMS = {kind.__name__: [member.value for member in kind] for kind in (Outcome, State, Verdict)}
+_ENUMS = {kind.__name__: [member.value for member in kind] for kind in (FlowState, Outcome, State, Verdict)}
 
 
 def _description(part: Json) -> str:

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, generated from the routes and the types of `wire.py`.
+"""The OpenAPI 3.1 document, generated from the routes and the types of `wire`.
 
 `python -m duetime.api.openapi > spec/openapi.json` writes the copy in the repository; a test fails if it differs from
 what the code generates.
@@ -38,13 +38,15 @@ verbs `read`, `write` and `admin`; `admin` includes the other two.
 _PROBLEMS = {
     400: "The request is wrong; `field` names the wrong field.",
     401: "A valid token is required.",
-    403: "The token does not allow the verb or the namespace, or (`cross_origin`) a page of another site sent this.",
+    403: "The token does not allow the verb or the namespace, or (`cross_origin`) a page of another site sent this, or "
+    "(`unknown_host`) it was sent to a name that is not this server's.",
     404: "There is no such timer or namespace (`timer_not_found`, `namespace_not_found`).",
     408: "The request did not arrive completely in time; nothing was applied.",
     409: "The state of the timer or namespace does not allow this.",
     413: "The body or the payload is too large.",
     415: "The body is not declared as JSON.",
-    429: "Too many writes are waiting; nothing was applied. Retry after the time in `Retry-After`.",
+    429: "Too many writes are waiting, or a quota of the namespace is used up: `code` says which. Nothing was applied. "
+    "Retry after the time in `Retry-After`.",
     431: "The head of the request is too large.",
     500: "An internal error; the server's log has the details under `requestId`.",
     503: "`not_applied`: nothing was changed, retry later. `outcome_unknown`: the write may have been applied.",
@@ -76,7 +78,9 @@ def openapi() -> Json:
         "security": [{}, {"token": []}],
         "tags": [
             {"name": "timers", "description": "Future callbacks."},
+            {"name": "schedules", "description": "Local times in a time zone, once or repeated."},
             {"name": "namespaces", "description": "Scopes of timer ids, with defaults for their timers."},
+            {"name": "flows", "description": "Limits, breakers and pauses of the timers that belong together."},
             {"name": "cluster", "description": "The status of the service itself."},
             {"name": "server", "description": "For load balancers, monitoring and people."},
         ],
@@ -98,7 +102,7 @@ def _operation(route: Route) -> Json:
         "summary": route.summary,
         "description": f"{route.description}\n\nVerb: `{route.verb}`.".strip(),
         "requestBody": {
-            "required": route.request not in (wire.EmptyJson, wire.ClusterQueryJson),
+            "required": route.request not in (wire.EmptyJson, wire.ClusterQueryJson, wire.ListFlowsJson),
             "content": {"application/json": {"schema": _reference(route.request), "example": route.example}},
         },
         "responses": {

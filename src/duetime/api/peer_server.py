@@ -1,4 +1,4 @@
-"""Requests from other instances: checks the sender, hands the commands to the service, and answers soon.
+"""Requests from other instances: checks the sender, hands them to the service, and answers soon.
 
 A refused request is refused before any of its commands is carried out, so the sender knows that none was applied. After
 that each command has its own answer, and the outcome of one that fails unexpectedly is unknown.
@@ -7,30 +7,40 @@ that each command has its own answer, and the outcome of one that fails unexpect
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
-from duetime.cluster.forwarding import CommandAnswer
+from duetime.cluster.forwarding import CommandAnswer, Peer
 from duetime.cluster.peer_protocol import (
+    ALLOWANCES_PATH,
+    ANSWER_SIGNATURE,
     COMMANDS_PATH,
+    FLOWS_PATH,
+    FROM,
     MSGPACK,
     SIGNATURE,
     STATUS_PATH,
+    TO,
     CommandBatch,
+    FlowAllowanceBatch,
+    FlowReportBatch,
+    FlowsRequest,
     Reply,
     ReplyBatch,
     StatusRequest,
     decode_commands,
+    decode_flow_reports,
+    decode_flows_request,
     decode_status_request,
     encode,
+    is_signed,
     reply_of,
-    sign,
+    sign_answer,
 )
 from duetime.errors import Conflict, DuetimeError, Forbidden, InvalidField, OutcomeUnknown, Unauthenticated
-from duetime.http.server import Request, Response
+from duetime.http.messages import Request, Response
 from duetime.service.service import Service
 from duetime.telemetry import log
 
@@ -43,11 +53,17 @@ _SENDERS_RETIRED_MAX: Final = 65_536
 _LOG_EVERY_S: Final = 60.0
 _UNDECIDED: Final = Reply()
 
+_SIGNATURE: Final = SIGNATURE.encode()
+_FROM: Final = FROM.encode()
+_TO: Final = TO.encode()
+
+Sent = CommandBatch | FlowReportBatch | FlowsRequest | StatusRequest
+S = TypeVar("S", CommandBatch, FlowReportBatch, FlowsRequest, StatusRequest)
 T = TypeVar("T")
 
 
 class PeerServer:
-    paths = frozenset({COMMANDS_PATH, STATUS_PATH})
+    paths = frozenset({ALLOWANCES_PATH, COMMANDS_PATH, FLOWS_PATH, STATUS_PATH})
     # A command that takes longer than this must not delay the answers to the others of its request.
     answer_within_s = 0.025
 
@@ -57,44 +73,44 @@ class PeerServer:
         self._logged_at: dict[type[DuetimeError], float] = {}
 
     async def handle(self, request: Request) -> Response:
+        own = self._service.as_peer()
         if request.path == STATUS_PATH:
-            self._accept(request, self._read(decode_status_request, request))
-            return Response(200, encode(self._service.instance_status()), MSGPACK)
-        commands = self._read(decode_commands, request)
-        self._accept(request, commands)
-        return Response(200, encode(ReplyBatch(await self._answer(commands))), MSGPACK)
+            await self._accepted(own, request, decode_status_request)
+            body = encode(self._service.instance_status())
+        elif request.path == FLOWS_PATH:
+            body = encode(self._service.flows.own((await self._accepted(own, request, decode_flows_request)).query))
+        elif request.path == ALLOWANCES_PATH:
+            sent = await self._accepted(own, request, decode_flow_reports)
+            allowances = self._service.flow_allowances(sent.sender, sent.number, sent.flows)
+            body = encode(FlowAllowanceBatch(allowances))
+        else:
+            commands = await self._accepted(own, request, decode_commands)
+            body = encode(ReplyBatch(await self._answer(commands)))
+        signature = sign_answer(own.secret, request.header(_SIGNATURE) or "", body)
+        return Response(200, body, MSGPACK, ((ANSWER_SIGNATURE, signature),))
 
-    def _read(self, decode: Any, request: Request) -> Any:
+    async def _accepted(self, own: Peer, request: Request, decode: Callable[[bytes], S]) -> S:
+        """The request, if another instance sent it to this one. Nothing is decoded before its signature is verified."""
+        sent: Sent | None = None
         try:
-            return decode(request.body)
-        except msgspec.MsgspecError as error:
-            raise InvalidField(None, f"the body is not a request between instances: {error}") from None
-
-    def _accept(self, request: Request, sent: CommandBatch | StatusRequest) -> None:
-        try:
-            self._check(request, sent)
+            await _check_signature(own, request)
+            sent = decoded = _read(decode, request.body)
+            if sent.to != own.instance_id:
+                raise Forbidden(f"the request is for instance {sent.to}, this is instance {own.instance_id}")
+            if not self._numbers.is_new(own.instance_id, sent.sender, sent.number):
+                raise Conflict("replayed request number")
+            return decoded
         except DuetimeError as error:
-            self._log_refusal(sent, error)
+            self._log_refusal(request, sent, error)
             raise
 
-    def _check(self, request: Request, sent: CommandBatch | StatusRequest) -> None:
-        own = self._service.as_peer()
-        signature = request.header(SIGNATURE.encode()) or ""
-        if sent.to != own.instance_id:
-            raise Forbidden(f"the request is for instance {sent.to}, this is instance {own.instance_id}")
-        if not hmac.compare_digest(sign(own.secret, request.body).encode(), signature.encode("latin-1")):
-            raise Unauthenticated("the request is not signed with this instance's secret")
-        if not self._numbers.is_new(own.instance_id, sent.sender, sent.number):
-            raise Conflict("replayed request number")
-
-    def _log_refusal(self, sent: CommandBatch | StatusRequest, error: DuetimeError) -> None:
+    def _log_refusal(self, request: Request, sent: Sent | None, error: DuetimeError) -> None:
         """At most once a minute for each kind of refusal: anyone who can reach the port can cause them."""
         now = asyncio.get_running_loop().time()
         if now - self._logged_at.get(type(error), -_LOG_EVERY_S) >= _LOG_EVERY_S:
             self._logged_at[type(error)] = now
-            log.warning(
-                "refused a request from instance %.64r to instance %.64r: %.200s", sent.sender, sent.to, error.detail
-            )
+            sender, to = (request.header(_FROM), request.header(_TO)) if sent is None else (sent.sender, sent.to)
+            log.warning("refused a request from instance %.64r to instance %.64r: %.200s", sender, to, error.detail)
 
     async def _answer(self, commands: CommandBatch) -> list[Reply]:
         answers = [_begin(self._service.forwarded.receive, forward) for forward in commands.new]
@@ -103,6 +119,22 @@ class PeerServer:
         if waiting:
             await asyncio.wait(waiting, timeout=self.answer_within_s)  # does not cancel those that are not done
         return [_reply(answer) if answer.done() else _UNDECIDED for answer in answers]
+
+
+async def _check_signature(own: Peer, request: Request) -> None:
+    to = request.header(_TO)
+    if to is not None and to != own.instance_id:  # not needed for safety, but it tells the operator why
+        shown = to if to.isalnum() and to.isascii() else ascii(to)  # anyone can send it
+        raise Forbidden(f"the request is for instance {shown[:64]}, this is instance {own.instance_id}")
+    if not await is_signed(own.secret, request.body, request.header(_SIGNATURE) or ""):
+        raise Unauthenticated("the request is not signed with this instance's secret")
+
+
+def _read(decode: Callable[[bytes], S], body: bytes) -> S:
+    try:
+        return decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidField(None, f"the body is not a request between instances: {error}") from None
 
 
 def _begin(call: Callable[[T], asyncio.Future[CommandAnswer]], command: T) -> asyncio.Future[CommandAnswer]:

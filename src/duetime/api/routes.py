@@ -10,10 +10,14 @@ from typing import Any
 from msgspec import Struct
 
 from duetime import wire
+from duetime.config import Limits
 
-__all__ = ["PREFIX", "ROUTES", "Route"]
+__all__ = ["PREFIX", "ROUTES", "Route", "body_bytes_max"]
 
 PREFIX = "/api/v1/"
+_BODY_BYTES = 1024 * 1024
+_PREVIEW_BYTES = 64 * 1024  # a thousand excluded dates, and space between them
+_REF_BYTES = 4_096  # a namespace and a timer id with every character escaped, and space between them
 
 
 class Route(Struct, frozen=True, kw_only=True):
@@ -27,7 +31,21 @@ class Route(Struct, frozen=True, kw_only=True):
     errors: tuple[int, ...] = ()  # in addition to those of every route
 
 
+def body_bytes_max(path: str, limits: Limits, request_bytes_max: int) -> int:
+    """The largest body of a route. Only a request with many timers needs many bytes: the time to decode a body grows
+    with its size, and nothing else is decoded meanwhile."""
+    if path == "timers/createMany":
+        return request_bytes_max
+    if path == "timers/deleteMany":
+        return min(request_bytes_max, max(_BODY_BYTES, limits.batch_timers_max * _REF_BYTES))
+    if path == "schedules/preview":
+        return min(request_bytes_max, _PREVIEW_BYTES)
+    # A timer's payload, and as much again for its other fields.
+    return min(request_bytes_max, max(_BODY_BYTES, 2 * limits.payload_bytes_max))
+
+
 _REF = {"namespace": "default", "timerId": "order-17"}
+_FLOW = {"namespace": "orders", "flowKey": "https://shop.example/hooks/expire"}
 _WRITE_ERRORS = (429, 503)
 
 ROUTES = (
@@ -38,8 +56,9 @@ ROUTES = (
         answer=wire.CreatedAnswer,
         summary="Create or replace a timer",
         description="The answer means that the timer is stored and will fire. A scheduled timer with the same id is "
-        "replaced. If the timer has fired already, a new one is created, which fires again. With `ifAbsent` a create "
-        "may safely be repeated. Exactly one of `executeAt` and `delay` is required.",
+        "replaced. If the timer has fired already, a new one is created, which fires again, unless `ifReached` is "
+        "`ignore`. With `ifAbsent` a create may safely be repeated. Exactly one of `executeAt`, `delay` and "
+        "`schedule` is required.",
         example={
             "timerId": "order-17",
             "delay": "10s",
@@ -120,7 +139,30 @@ ROUTES = (
         request=wire.TimerRefJson,
         answer=wire.TimerAnswer,
         summary="Fire a scheduled timer now",
-        description="The timer becomes due now; its `scheduledAt` becomes the current time.",
+        description="The timer becomes due now; its `scheduledAt` becomes the current time. A timer with a schedule is "
+        "called in addition, and the schedule goes on.",
+        example=_REF,
+        errors=(404, 409, *_WRITE_ERRORS),
+    ),
+    Route(
+        path="timers/pause",
+        verb="write",
+        request=wire.TimerRefJson,
+        answer=wire.TimerAnswer,
+        summary="Pause a timer",
+        description="It does not fire until it is resumed. The answer waits up to 2 s for a call in flight. If that "
+        "takes longer, its result is not recorded, and it is made again after the pause, with the same `webhook-id`.",
+        example=_REF,
+        errors=(404, 409, *_WRITE_ERRORS),
+    ),
+    Route(
+        path="timers/resume",
+        verb="write",
+        request=wire.TimerRefJson,
+        answer=wire.TimerAnswer,
+        summary="Resume a paused timer",
+        description="The pause counts as an outage: an overdue timer fires at once, unless `missed` says otherwise, "
+        "and `catchUp` decides which of the occurrences of a schedule fire that have passed.",
         example=_REF,
         errors=(404, 409, *_WRITE_ERRORS),
     ),
@@ -134,6 +176,20 @@ ROUTES = (
         "is fixed.",
         example=_REF,
         errors=(404, 409, *_WRITE_ERRORS),
+    ),
+    Route(
+        path="schedules/preview",
+        verb="read",
+        request=wire.PreviewScheduleJson,
+        answer=wire.PreviewAnswer,
+        summary="Preview a wall-clock schedule",
+        description="The next instants of a schedule: local times in a time zone, what becomes of them when clocks "
+        "change, and why. Nothing is stored.",
+        example={
+            "schedule": {"at": "2027-03-13T02:30", "timezone": "America/New_York", "repeat": "daily"},
+            "count": 3,
+            "from": "2027-03-13T00:00:00Z",
+        },
     ),
     Route(
         path="namespaces/create",
@@ -187,14 +243,91 @@ ROUTES = (
         errors=(404, 409, 503),
     ),
     Route(
+        path="namespaces/pause",
+        verb="admin",
+        request=wire.NamespaceRefJson,
+        answer=wire.NamespaceAnswer,
+        summary="Pause a namespace",
+        description="Within 2 s none of its timers fires any more, in the whole cluster, until it is resumed; also "
+        "after restarts. Timers can still be created, changed and cancelled. Calls in flight end normally.",
+        example={"namespace": "orders"},
+        errors=(404, 409, 503),
+    ),
+    Route(
+        path="namespaces/resume",
+        verb="admin",
+        request=wire.NamespaceRefJson,
+        answer=wire.NamespaceAnswer,
+        summary="Resume a namespace",
+        description="Its overdue timers fire, the oldest first, within the limits of their flows. Flows that are "
+        "themselves paused stay paused.",
+        example={"namespace": "orders"},
+        errors=(404, 409, 503),
+    ),
+    Route(
+        path="flows/list",
+        verb="read",
+        request=wire.ListFlowsJson,
+        answer=wire.FlowsAnswer,
+        summary="List flows",
+        description="The flows with due timers, limits, a pause or recent failures, by namespace and key. All "
+        "live instances are asked. A page may have few flows, even none, and still have a `nextCursor`: continue until "
+        "it is null.",
+        example={"namespace": "orders", "state": "open"},
+        errors=(404, 429),
+    ),
+    Route(
+        path="flows/get",
+        verb="read",
+        request=wire.FlowRefJson,
+        answer=wire.FlowAnswerJson,
+        summary="Get a flow",
+        description="Also of a flow without timers: it is `closed`, with no limits.",
+        example=_FLOW,
+        errors=(404, 429, 503),
+    ),
+    Route(
+        path="flows/update",
+        verb="admin",
+        request=wire.UpdateFlowJson,
+        answer=wire.FlowAnswerJson,
+        summary="Limit a flow",
+        description="Limits hold for the whole cluster within 2 s, and survive restarts. `null` clears a limit. A "
+        "namespace has at most 1,000 flows with limits or a pause.",
+        example={**_FLOW, "rate": 5, "concurrency": 2},
+        errors=(404, 409, 429, 503),
+    ),
+    Route(
+        path="flows/pause",
+        verb="admin",
+        request=wire.FlowRefJson,
+        answer=wire.FlowAnswerJson,
+        summary="Pause a flow",
+        description="Within 2 s none of its timers fires any more, in the whole cluster, until it is resumed; also "
+        "after restarts. No attempts are used. Calls in flight end normally.",
+        example=_FLOW,
+        errors=(404, 409, 429, 503),
+    ),
+    Route(
+        path="flows/resume",
+        verb="admin",
+        request=wire.FlowRefJson,
+        answer=wire.FlowAnswerJson,
+        summary="Resume a flow",
+        description="Its overdue timers fire, the oldest first, within its limits. An open breaker stays open until a "
+        "call that it lets through succeeds.",
+        example=_FLOW,
+        errors=(404, 409, 429, 503),
+    ),
+    Route(
         path="cluster/status",
         verb="read",
         request=wire.ClusterQueryJson,
         answer=wire.ClusterStatusJson,
         summary="Get the status of the cluster",
-        description="Members, shards, backlog, lateness and clocks of the whole cluster; every instance can answer. "
-        "A member that is alive but does not answer is shown with the reason. With `shards` also every shard and its "
-        "owner.",
+        description="Members, shards, held timers, lateness and clocks of the whole cluster; every instance can "
+        "answer. A member that is alive but does not answer is shown with the reason. With `shards` also every shard "
+        "and its owner.",
         example={},
         errors=(503,),
     ),

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from duetime.cli.arguments import ParseError, build_parser
 from duetime.cli.errors import BROKEN_PIPE, INTERRUPTED, USAGE, UsageError, exit_code, print_error
 from duetime.errors import DuetimeError
+from duetime.printable import printable
 
 __all__ = ["main"]
 
@@ -29,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
     except ParseError as wrong:
-        print_error(UsageError(wrong.detail if as_json else f"{wrong.detail}\n{wrong.usage}"), as_json=as_json)
+        print_error(UsageError(wrong.detail), as_json=as_json)
+        if not as_json:
+            print(printable(wrong.usage), file=sys.stderr)
         return USAGE
     except SystemExit as stop:  # raised by argparse for --help and --version
         return stop.code if isinstance(stop.code, int) else USAGE

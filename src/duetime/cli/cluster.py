@@ -1,4 +1,4 @@
-"""cluster status: the members, shards and backlog of the whole cluster. Any instance can answer."""
+"""cluster status: the members, shards and held timers of the whole cluster. Any instance can answer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from argparse import Namespace as Arguments
 from duetime.cli.client_options import open_client
 from duetime.cli.diagnosis import GOOD, WRONG, by_severity, check_cluster, lateness_text, with_mark
 from duetime.cli.output import (
+    clear_screen,
     format_duration,
     format_relative,
     local_time,
     print_fields,
     print_json,
+    print_line,
     print_table,
     styled,
 )
-from duetime.client import AsyncClient, ClusterStatus, ConnectionFailed, Member, Shard, Unserved
+from duetime.client import AsyncClient, Broker, ClusterStatus, ConnectionFailed, Member, Shard, Unserved
 
 __all__ = ["status"]
 
 WATCH_PAUSE_S = 1.0
 DEAD_SHOWN_MAX = 10
-_CLEAR = "\033[H\033[2J"
 
 
 async def status(arguments: Arguments) -> int:
@@ -41,11 +42,11 @@ def _report(found: ClusterStatus, arguments: Arguments) -> int:
     else:
         _show(found)
         if problems := [finding for finding in findings if finding.verdict != GOOD]:
-            print()
+            print_line()
             for finding in problems:
-                print(with_mark(finding, f"{finding.check}: {finding.says}"))
+                print_line(with_mark(finding, f"{finding.check}: {finding.says}"))
         if arguments.shards:
-            print()
+            print_line()
             _show_shards(found.shards)
     sys.stdout.flush()
     return 0 if found.ready and all(finding.verdict != WRONG for finding in findings) else 1
@@ -60,11 +61,11 @@ async def _watch(client: AsyncClient, arguments: Arguments) -> int:
                 found = await client.cluster_status(shards=arguments.shards)
             except (ConnectionFailed, Unserved) as error:
                 code = 1
-                print(f"{local_time()}  {error.detail}", file=sys.stderr, flush=True)
+                print_line(local_time(), error.detail, file=sys.stderr)
             else:
                 if not arguments.json:
-                    print(_CLEAR if sys.stdout.isatty() else "", end="" if sys.stdout.isatty() else "\n")
-                    print(styled(local_time(), "dim"))
+                    clear_screen()
+                    print_line(styled(local_time(), "dim"))
                 code = _report(found, arguments)
             await asyncio.sleep(WATCH_PAUSE_S)
     except asyncio.CancelledError:
@@ -75,6 +76,7 @@ def _show(found: ClusterStatus) -> None:
     alive = sum(member.alive for member in found.members)
     dead = len(found.members) - alive
     counts = found.shard_counts
+    paused = [("paused", f"{_namespaces(found.paused_namespaces)}; `duetime namespace list` shows which")]
     unreadable = [("unreadable", f"{found.unreadable} timers cannot be decoded and do not fire")]
     print_fields(
         [
@@ -88,10 +90,11 @@ def _show(found: ClusterStatus) -> None:
             ),
             ("lateness", lateness_text(found)),
             ("clocks", f"at most {abs(found.clock_skew_ms)} ms from the database's clock"),
+            *(paused if found.paused_namespaces else ()),
             *(unreadable if found.unreadable else ()),
         ]
     )
-    print()
+    print_line()
     living = [member for member in found.members if member.alive]
     gone = [member for member in found.members if not member.alive]
     print_table(
@@ -99,7 +102,18 @@ def _show(found: ClusterStatus) -> None:
         [_row(member) for member in living + gone[:DEAD_SHOWN_MAX]],
     )
     if len(gone) > DEAD_SHOWN_MAX:
-        print(styled(f"and {len(gone) - DEAD_SHOWN_MAX} more dead members", "dim"))
+        print_line(styled(f"and {len(gone) - DEAD_SHOWN_MAX} more dead members", "dim"))
+    brokers = [(member, broker) for member in living for broker in member.brokers]
+    if brokers:
+        print_line()
+        print_table(
+            ["broker", "address", "connection", "commands", "waiting", "in flight", "to retry", "refused"],
+            [_broker_row(member, broker) for member, broker in brokers],
+        )
+
+
+def _namespaces(count: int) -> str:
+    return f"{count} namespace{'s' * (count != 1)}"
 
 
 def _row(member: Member) -> tuple[str, ...]:
@@ -123,6 +137,20 @@ def _state(member: Member) -> str:
     if member.unreachable is not None:
         return styled("unreachable", "red")
     return styled("ready", "green") if member.ready else styled("not ready", "red")
+
+
+def _broker_row(member: Member, broker: Broker) -> tuple[str, ...]:
+    commands = "not read"
+    if broker.consuming is not None:
+        commands = styled("received", "green") if broker.consuming else styled("not received", "red")
+    return (
+        broker.name,
+        member.address,
+        styled("connected", "green") if broker.connected else styled("away", "red"),
+        commands,
+        _figure(broker.waiting),
+        *(("", "", "") if broker.consuming is None else map(str, (broker.in_flight, broker.retrying, broker.refused))),
+    )
 
 
 def _figure(value: int | None) -> str:

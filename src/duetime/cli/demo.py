@@ -16,10 +16,11 @@ from urllib.parse import quote
 
 from duetime import __version__
 from duetime.cli.listen import ReceivedCallback, read_request, start_receiver
-from duetime.cli.output import format_lateness, shorten, styled, to_json
+from duetime.cli.output import format_lateness, print_line, shorten, styled, to_json
 from duetime.client import AsyncClient, DuetimeError, RetryPolicy, ok
 from duetime.config import Config, load_config
-from duetime.http.server import HttpServer, Request, Response
+from duetime.http.messages import Request, Response
+from duetime.http.server import HttpServer
 from duetime.signing import new_secret
 
 __all__ = ["demo"]
@@ -69,15 +70,19 @@ async def _serve(folder: Path, arguments: Arguments) -> int:
 
 async def _run(receiver: DemoReceiver, url: str, http_server: HttpServer, *, exits: bool) -> int:
     callback_url = f"http://127.0.0.1:{http_server.port}/"
-    print(f"\n  {styled(f'Duetime {__version__}', 'bold')}: a server, a receiver, and three timers\n")
-    print(f"  server    {url}, on a temporary SQLite file")
-    print(f"  receiver  {callback_url}\n")
+    print_line()
+    print_line("  ", styled(f"Duetime {__version__}", "bold"), ": a server, a receiver, and three timers", sep="")
+    print_line()
+    print_line(f"  server    {url}, on a temporary SQLite file")
+    print_line(f"  receiver  {callback_url}")
+    print_line()
     async with AsyncClient(url) as client:
         await client.namespaces.update("default", signing_secrets=[receiver.secret])
         succeeded = await _run_timers(receiver, client, callback_url)
-    print()
+    print_line()
     if not succeeded:
-        print(f"  {styled('Not all timers did what they should.', 'red')}\n")
+        print_line("", styled("Not all timers did what they should.", "red"))
+        print_line()
     if exits:
         return 0 if succeeded else 1
     _print_next_steps(url, callback_url)
@@ -104,7 +109,7 @@ async def _run_timers(receiver: DemoReceiver, client: AsyncClient, callback_url:
     except TimeoutError:
         return False
     except DuetimeError as error:
-        print(f"  {error.detail}")
+        print_line(f"  {error.detail}")
         return False
     receiver.print_step("not fired", "alarm", "its due time has passed, and no callback came")
     return tea and invoice and "alarm" not in receiver.calls
@@ -146,7 +151,7 @@ class DemoReceiver:
     def print_step(self, what: str, timer_id: str, how: str, style: str | None = None) -> None:
         elapsed_s = asyncio.get_running_loop().time() - self._started_s
         at = styled(f"{elapsed_s:5.2f} s", "dim")
-        print(f"  {at}  {styled(what.ljust(9), style)}  {timer_id.ljust(8)} {how}", flush=True)
+        print_line("", at, styled(what.ljust(9), style), f"{timer_id.ljust(8)} {how}")
 
 
 def _attempt_text(what: ReceivedCallback) -> str:
@@ -162,15 +167,20 @@ def _attempt_text(what: ReceivedCallback) -> str:
 
 def _print_next_steps(url: str, callback_url: str) -> None:
     body = to_json({"timerId": "mine", "delay": "5s", "callbackUrl": callback_url, "payload": {"hello": "world"}})
-    print(f"  {styled('Try it', 'bold')} in another terminal. The receiver above prints each callback:\n")
-    print(f"    curl {url}/api/v1/timers/create -H content-type:application/json -d {shlex.quote(body)}\n")
+    print_line("  ", styled("Try it", "bold"), " in another terminal. The receiver above prints each callback:", sep="")
+    print_line()
+    print_line(f"    curl {url}/api/v1/timers/create -H content-type:application/json -d {shlex.quote(body)}")
+    print_line()
     duetime = "duetime" if shutil.which("duetime") else sys.argv[0]
     server = "" if url.endswith(f":{PORT}") else f" --url {url}"
-    print(f"    {duetime} timer create mine --in 5s --to {callback_url}{server}")
-    print(f"    {duetime} listen                    starts another receiver\n")
-    print(f"  Reference   {url}/docs")
-    print(f"  Server      {duetime} serve\n")
-    print(styled("  The server runs until Ctrl-C.\n", "dim"), flush=True)
+    print_line(f"    {duetime} timer create mine --in 5s --to {callback_url}{server}")
+    print_line(f"    {duetime} listen                    starts another receiver")
+    print_line()
+    print_line(f"  Reference   {url}/docs")
+    print_line(f"  Server      {duetime} serve")
+    print_line()
+    print_line(styled("  The server runs until Ctrl-C.", "dim"))
+    print_line()
 
 
 def _config(folder: Path, port: int | None) -> Config:

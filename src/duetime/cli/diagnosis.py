@@ -6,13 +6,14 @@ A finding is good, a note, or wrong. It says what was found, why it matters, and
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from duetime.cli.output import format_duration, styled
-from duetime.client import ClusterStatus, HeldFor, Member, ShardCounts
+from duetime.cli.output import Safe, format_duration, printable, styled
+from duetime.client import Broker, ClusterStatus, Flow, HeldFor, Member, ShardCounts
 
 __all__ = [
     "GOOD",
@@ -22,6 +23,7 @@ __all__ = [
     "by_severity",
     "check_addresses",
     "check_cluster",
+    "check_pauses",
     "check_shards",
     "lateness_text",
     "with_mark",
@@ -33,8 +35,11 @@ _SEVERITY = (WRONG, NOTE, GOOD)
 
 SKEW_WARN_MS, OVERDUE_WARN_MS, OVERDUE_WRONG_MS, LATE_WARN_MS = 100, 5_000, 60_000, 250
 WRITES_WAITING_WARN = 1_000
+REFUSED_WARN_MS = 24 * 3_600 * 1_000  # dead letters that are older are no news
+_BROKERS = ("nats", "kafka")  # schemes of targets
 _TRANSIENT_REASONS = ("starting", "stopping")
 _SHARDS_NAMED_MAX = 8
+_PAUSES_NAMED_MAX = 5
 
 
 class Finding(Struct, frozen=True):
@@ -49,9 +54,9 @@ def by_severity(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: _SEVERITY.index(finding.verdict))
 
 
-def with_mark(finding: Finding, text: str) -> str:
+def with_mark(finding: Finding, text: str) -> Safe:
     mark, style = _MARKS[finding.verdict]
-    return f"{styled(mark, style)} {text}"
+    return Safe(f"{styled(mark, style)} {printable(text)}")
 
 
 def check_cluster(status: ClusterStatus) -> list[Finding]:
@@ -62,7 +67,8 @@ def check_cluster(status: ClusterStatus) -> list[Finding]:
         *check_shards(status.shard_counts, status.unowned_shards),
         *_clocks(status, alive),
         *_versions(alive),
-        *_backlog(status, alive),
+        *_brokers(alive),
+        *_held(status, alive),
         *_unreadable(status, alive),
         *_lateness(status, alive),
     ]
@@ -230,30 +236,179 @@ def _versions(alive: Sequence[Member]) -> Iterator[Finding]:
         yield Finding("versions", GOOD, f"Duetime {next(iter(versions))} on every member")
 
 
-# --- backlog and lateness ------------------------------------------------------------------------
+# --- message brokers ------------------------------------------------------------------------------
 
 
-def _backlog(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding]:
+def _brokers(alive: Sequence[Member]) -> Iterator[Finding]:
+    reporting = [member for member in alive if member.version is not None]
+    for name in sorted({broker.name for member in reporting for broker in member.brokers}):
+        configured = {
+            member.address: broker for member in reporting for broker in member.brokers if broker.name == name
+        }
+        problems = [*_broker_problems(name, configured, [m.address for m in reporting if m.address not in configured])]
+        problems += _broker_notes(name, configured)
+        yield from problems or [Finding("brokers", GOOD, _broker_works(name, configured.values()))]
+
+
+def _broker_problems(name: str, configured: Mapping[str, Broker], without: Sequence[str]) -> Iterator[Finding]:
+    if without:
+        yield Finding(
+            "brokers",
+            WRONG,
+            f"{name} is configured at {_some(sorted(configured))}, but not at {_some(without)}",
+            f"an instance without [{name}] cannot deliver the timers of its shards that have a target {name}:…, and "
+            "they fail",
+            f"give all instances the same section [{name}], and do not create such timers before all have it",
+        )
+    receives = any(broker.consuming for broker in configured.values())
+    for address, broker in configured.items():
+        if not broker.connected:
+            yield Finding(
+                "brokers",
+                WRONG,
+                f"{address} is not connected to {name}: {broker.away_reason or 'no reason known'}",
+                f"it receives no commands from {name}, and the timers of its shards with a target {name}:… wait",
+                f"repair the server or the network, or correct [{name}]; the instance connects again by itself",
+            )
+        elif broker.consuming is False:
+            yield Finding(
+                "brokers",
+                NOTE if receives else WRONG,
+                f"{address} receives no commands from {name}: {broker.not_consuming_reason or 'no reason known'}",
+                "other instances receive them"
+                if receives
+                else f"no instance does: commands wait in {name}{_waiting_in(broker)}",
+                "it starts again by itself when the reason is over",
+            )
+
+
+def _broker_notes(name: str, configured: Mapping[str, Broker]) -> Iterator[Finding]:
+    """What happens to the commands of a broker that works."""
+    brokers = configured.values()
+    if remark := next((broker.remark for broker in brokers if broker.remark), None):
+        yield Finding(
+            "brokers",
+            NOTE,
+            f"{name}: {remark}",
+            "no commands are received before there is one",
+            "create it, or let its publishers do so; or correct the setting",
+        )
+    retrying = sum(broker.retrying for broker in brokers)
+    if retrying:
+        address, most = max(configured.items(), key=lambda item: item[1].retrying)
+        yield Finding(
+            "brokers",
+            NOTE,
+            f"{_count(retrying, 'command')} of {name} {_wait(retrying)} for a retry; the last at {address}: "
+            f"{most.retry_reason or 'the reason is in the log'}",
+            "their timers do not exist yet, and may be late",
+            "if a quota is too small: `duetime namespace update NAME --creates-per-second` or `--requests-per-second`; "
+            "if it is right, the tenant has to send less",
+        )
+    # Twice what is worked on: commands come and go between the looks at the broker and at the instances.
+    held = retrying + 2 * sum(broker.in_flight for broker in brokers)
+    lost = max((broker.unacknowledged or 0 for broker in brokers), default=0) - held
+    if lost > 0:
+        yield Finding(
+            "brokers",
+            NOTE,
+            f"{_count(lost, 'command')} of {name} {_wait(lost)} for an acknowledgement, and no instance works on them",
+            f"{name} delivers them again when the time for the acknowledgement is over: their timers may be late",
+            "normal for a while after an instance was killed (nats.ack_wait); if it stays, another client uses the "
+            "consumer, or an instance does not report",
+        )
+    refused = sum(broker.refused for broker in brokers)
+    recent = [
+        item for item in configured.items() if (item[1].refused_ago_ms or 0) < REFUSED_WARN_MS and item[1].refused
+    ]
+    if recent:
+        address, last = min(recent, key=lambda item: item[1].refused_ago_ms or 0)
+        ago = "" if last.refused_ago_ms is None else f", {format_duration(last.refused_ago_ms)} ago"
+        yield Finding(
+            "brokers",
+            NOTE,
+            f"{_count(refused, 'command')} of {name} became dead letters since the instances started; the last at "
+            f"{address}{ago}: {last.refusal_reason or 'the reason is in the log'}",
+            "they can never succeed, and their timers do not exist",
+            "each dead letter has its command and the reason; its publisher has to correct it and send it again",
+        )
+
+
+def _wait(number: int) -> str:
+    return "wait" if number != 1 else "waits"
+
+
+def _waiting_in(broker: Broker) -> str:
+    return "" if broker.waiting is None else f" ({broker.waiting} now)"
+
+
+def _broker_works(name: str, connections: Collection[Broker]) -> str:
+    says = f"{name}: connected from {_count(len(connections), 'instance')}"
+    if all(broker.consuming is None for broker in connections):
+        return f"{says}; no commands are read from it"
+    waiting = [broker.waiting for broker in connections if broker.waiting is not None]
+    in_flight = sum(broker.in_flight for broker in connections)
+    retrying = sum(broker.retrying for broker in connections)
+    return (
+        f"{says}; commands: {max(waiting) if waiting else 'unknown how many'} waiting, {in_flight} in flight, "
+        f"{retrying} to retry"
+    )
+
+
+# --- pauses --------------------------------------------------------------------------------------
+
+
+def check_pauses(namespaces: Sequence[str], flows: Sequence[Flow]) -> Iterator[Finding]:
+    """`namespaces` that are paused, and flows that are paused themselves. A pause that was forgotten is an outage."""
+    if not namespaces and not flows:
+        yield Finding("pauses", GOOD, "no namespace and no flow is paused")
+    for name in namespaces[:_PAUSES_NAMED_MAX]:
+        yield Finding(
+            "pauses",
+            NOTE,
+            f"namespace {name} is paused",
+            "none of its timers fires",
+            f"when the reason is over: duetime namespace resume {shlex.quote(name)}",
+        )
+    for flow in flows[:_PAUSES_NAMED_MAX]:
+        key, name = flow.flow_key, flow.namespace
+        yield Finding(
+            "pauses",
+            NOTE,
+            f"flow {key} of namespace {name} is paused, {_count(flow.waiting, 'due timer')} waiting",
+            "none of its timers fires",
+            f"when the reason is over: duetime flow resume {shlex.quote(key)} --namespace {shlex.quote(name)}",
+        )
+    for what, count in (("namespaces", len(namespaces)), ("flows", len(flows))):
+        if count > _PAUSES_NAMED_MAX:
+            yield Finding("pauses", NOTE, f"{count - _PAUSES_NAMED_MAX} more {what} are paused")
+
+
+# --- held timers and lateness ---------------------------------------------------------------------
+
+
+def _held(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding]:
     overdue_ms = status.oldest_due_ms or 0
     overdue = f"the oldest was due {format_duration(overdue_ms)} ago" if overdue_ms else "none overdue"
     says = f"{status.held} timers held, {status.in_flight} in flight, {overdue}"
     if status.held:
         places = _held_for(alive)
-        advice = "see the destinations in this list" if places else "the logs name the destinations"
-        yield Finding("backlog", NOTE, says, "they wait for their destinations, and use no attempts", advice)
+        advice = "see the flows in this list" if places else "`duetime flow list` shows the flows"
+        why = "they wait for a breaker, a limit, a share or a pause, and use no attempts"
+        yield Finding("held", NOTE, says, why, advice)
         yield from map(_waiting_for, places)
     elif overdue_ms > OVERDUE_WARN_MS:
         where = max(alive, key=lambda member: member.oldest_due_ms or 0)
         yield Finding(
-            "backlog",
+            "held",
             WRONG if overdue_ms > OVERDUE_WRONG_MS else NOTE,
             f"{says}, at {where.address}",
-            "they do not wait for a destination: the instance is too slow, or has just started after a pause",
+            "they are not held: the instance is too slow, was suspended, or catches up after a start",
             "if it stays: check its CPU time (duetime_loop_lag_seconds), the speed of the database "
             "(duetime_commit_seconds) and its lease (duetime_lease_seconds)",
         )
     else:
-        yield Finding("backlog", GOOD, says)
+        yield Finding("held", GOOD, says)
     if status.writes_waiting > WRITES_WAITING_WARN:
         yield Finding(
             "writes",
@@ -280,7 +435,7 @@ def _unreadable(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Find
 
 
 def _held_for(alive: Sequence[Member]) -> list[HeldFor]:
-    """The five destinations with the most held timers. Several members may hold timers for the same one."""
+    """The five flows with the most held timers. Several members may hold timers of the same one."""
     places: defaultdict[str, list[HeldFor]] = defaultdict(list)
     for member in alive:
         for place in member.held_for:
@@ -292,6 +447,7 @@ def _held_for(alive: Sequence[Member]) -> list[HeldFor]:
             in_flight=sum(place.in_flight for place in some),
             failures=max(place.failures for place in some),
             breaker_open=any(place.breaker_open for place in some),
+            last_error=next((place.last_error for place in some if place.last_error), None),
         )
         for name, some in places.items()
     ]
@@ -301,14 +457,23 @@ def _held_for(alive: Sequence[Member]) -> list[HeldFor]:
 def _waiting_for(place: HeldFor) -> Finding:
     if place.breaker_open:
         says = (
-            f"{place.held} wait for {place.destination}: its breaker is open after {place.failures} failures in a row"
+            f"{place.destination}: {_count(place.held, 'due timer')} waiting; its breaker is open after "
+            f"{place.failures} failures in a row" + (f": {place.last_error}" if place.last_error else "")
         )
-        return Finding(
-            "destination", NOTE, says, "one call at a time is tried until it answers", "repair the destination"
+        broker = next((name for name in _BROKERS if place.destination.startswith(f"{name}:")), None)
+        advice = (
+            "repair the receiver"
+            if broker is None
+            else f"{broker} does not store the events: is there a stream or topic for them? `duetime doctor` with the "
+            "configuration of the server checks it, and has the command that creates it"
         )
-    says = f"{place.held} wait for {place.destination}: {place.in_flight} calls to it are in flight"
-    advice = "make it answer faster, or raise delivery.concurrency_per_destination or delivery.rate_per_destination"
-    return Finding("destination", NOTE, says, "more timers are due for it than it can receive", advice)
+        return Finding("flow", NOTE, says, "one call at a time is tried until one succeeds", advice)
+    says = (
+        f"{place.destination}: {_count(place.held, 'due timer')} waiting, {_count(place.in_flight, 'call')} in flight"
+    )
+    why = "the flow or its namespace is paused, or more timers are due than its limits and its share allow"
+    advice = "`duetime flow list` shows which: resume it, raise its limits, or make the receiver answer faster"
+    return Finding("flow", NOTE, says, why, advice)
 
 
 def _lateness(status: ClusterStatus, alive: Sequence[Member]) -> Iterator[Finding]:

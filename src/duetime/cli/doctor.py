@@ -20,6 +20,7 @@ from pathlib import Path
 
 from duetime import __version__
 from duetime.api.auth import split_listen
+from duetime.cli.broker_checks import check_brokers
 from duetime.cli.client_options import open_client
 from duetime.cli.diagnosis import (
     GOOD,
@@ -29,10 +30,12 @@ from duetime.cli.diagnosis import (
     by_severity,
     check_addresses,
     check_cluster,
+    check_pauses,
     check_shards,
     with_mark,
 )
-from duetime.cli.output import format_duration, print_json, styled
+from duetime.cli.output import format_duration, format_relative_ms, now_ms, print_json, print_line, styled
+from duetime.cli.secret_files import check_secret_files
 from duetime.cli.settings import config_from
 from duetime.cli.version import installed_versions
 from duetime.client import (
@@ -40,12 +43,17 @@ from duetime.client import (
     ClusterStatus,
     ConnectionFailed,
     DuetimeError,
+    Flow,
+    FlowState,
     Member,
     ShardCounts,
     Unauthenticated,
 )
 from duetime.config import Config
-from duetime.errors import SchemaMismatch
+from duetime.descriptors import size
+from duetime.errors import SchemaMismatch, SetupError
+from duetime.http.certificates import expires_at_ms
+from duetime.http.listeners import WARN_DAYS
 from duetime.store import Store, open_store
 from duetime.telemetry import log
 
@@ -57,8 +65,10 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )
 _TRANSIENT_CHECKS = frozenset({"members", "addresses", "shards"})
 _POLL_PAUSE_S = 0.5
+CERTIFICATE_WARN_MS = WARN_DAYS * 24 * 3_600 * 1_000
 _TAKE_OVER_MS = 2_000  # to claim and load the shards of a dead member
 _HEARTBEATS_WATCHED = 4
+_FLOWS_IN_PAGE, _FLOW_PAGES_MAX = 500, 40
 
 
 async def doctor(arguments: Arguments) -> int:
@@ -75,11 +85,15 @@ async def doctor(arguments: Arguments) -> int:
     except DuetimeError as error:
         advice = "`duetime config show` prints the configuration that results from flags, file and environment"
         findings.append(Finding("configuration", WRONG, error.detail, "`duetime serve` cannot start with it", advice))
+    if config is not None:
+        findings += _check_certificate(config)
+    findings += check_secret_files(arguments.config, config)
     server_findings, status = await _check_server(arguments, config)
     findings += server_findings
     if config is not None:
         findings.append(_check_open_files(config))
         findings += [finding async for finding in _check_store(config, status)]
+        findings += await check_brokers(arguments, config, has_server=status is not None)
     return _report(by_severity(findings), as_json=arguments.json)
 
 
@@ -91,11 +105,12 @@ def _report(findings: list[Finding], *, as_json: bool) -> int:
             print_json(finding)
         return 1 if wrong else 0
     for finding in findings:
-        print(with_mark(finding, f"{finding.check.ljust(13)} {finding.says}"))
+        print_line(with_mark(finding, f"{finding.check.ljust(13)} {finding.says}"))
         for more in filter(None, (finding.why, finding.advice)):
-            print(f"  {'':13} {styled(more, 'dim')}")
+            print_line(" " * 15, styled(more, "dim"), sep=" ")
     also = f"; {warnings} warning{'s' * (warnings > 1)}, marked !" if warnings else ""
-    print(f"\n{f'{wrong} wrong' if wrong else 'nothing is wrong'}{also}")
+    print_line()
+    print_line(f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}{also}")
     return 1 if wrong else 0
 
 
@@ -131,20 +146,46 @@ def _check_machine() -> Iterator[Finding]:
 
 
 def _check_open_files(config: Config) -> Finding:
-    wanted = config.server.connections_max + config.delivery.concurrency_max + 64
+    """As `serve` divides them: it raises the soft limit to the hard one."""
     try:
         import resource
     except ImportError:
         return Finding("open files", GOOD, "no limit on this system")
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY or limit >= wanted:
-        return Finding("open files", GOOD, f"up to {'any number' if limit == resource.RLIM_INFINITY else limit}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = None if hard == resource.RLIM_INFINITY else hard
+    try:
+        sizes = size(limit, config)
+    except SetupError as error:
+        return Finding("open files", WRONG, error.detail, "`duetime serve` cannot start with it")
+    if not sizes.lowered:
+        return Finding("open files", GOOD, f"up to {'any number' if limit is None else limit}")
     return Finding(
         "open files",
         NOTE,
-        f"up to {limit}; at full load {wanted} are needed",
-        advice=f"ulimit -n {wanted}, or LimitNOFILE=",
+        f"at most {limit} (hard limit; soft limit {soft}); at full load {sizes.wanted} are needed",
+        f"server.connections_max is {sizes.connections_max} instead of {config.server.connections_max}, "
+        f"delivery.concurrency_max is {sizes.concurrency_max} instead of {config.delivery.concurrency_max}",
+        f"raise the hard limit: ulimit -Hn {sizes.wanted}, LimitNOFILE={sizes.wanted} of systemd, --ulimit "
+        f"nofile={sizes.wanted} of Docker; or lower server.connections_max or delivery.concurrency_max",
     )
+
+
+def _check_certificate(config: Config) -> Iterator[Finding]:
+    path = config.server.tls_certificate
+    if not path:
+        return
+    end_ms = expires_at_ms(path)
+    if end_ms is None:
+        yield Finding("certificate", WRONG, f"{path} cannot be read", "`duetime serve` cannot start with it")
+        return
+    left_ms = end_ms - now_ms()
+    says = f"{path} ends {format_relative_ms(end_ms)}"
+    if left_ms <= 0:
+        yield Finding("certificate", WRONG, says, "clients and other instances refuse it", "renew it")
+    elif left_ms < CERTIFICATE_WARN_MS:
+        yield Finding("certificate", NOTE, says, "then clients and other instances refuse it", "renew it")
+    else:
+        yield Finding("certificate", GOOD, says)
 
 
 # --- the store -----------------------------------------------------------------------------------
@@ -351,6 +392,7 @@ async def _check_server(arguments: Arguments, config: Config | None) -> tuple[li
     async with open_client(arguments) as client:
         try:
             status, findings = await _stable_status(client)
+            findings += await _pauses(client)
         except ConnectionFailed as error:
             # If no URL was given, it is not wrong that no server is running.
             verdict = WRONG if asked_for else NOTE
@@ -370,6 +412,22 @@ async def _check_server(arguments: Arguments, config: Config | None) -> tuple[li
     ], status
 
 
+async def _pauses(client: AsyncClient) -> list[Finding]:
+    try:
+        namespaces = [namespace.namespace for namespace in await client.namespaces.list() if namespace.paused]
+        flows: list[Flow] = []
+        cursor: str | None = None
+        for _ in range(_FLOW_PAGES_MAX):
+            page = await client.list_flows_page(state=FlowState.PAUSED, limit=_FLOWS_IN_PAGE, cursor=cursor)
+            flows += [flow for flow in page.flows if flow.namespace not in namespaces]
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+    except DuetimeError as error:  # an older version, or a store that does not answer, which other checks report
+        return [Finding("pauses", NOTE, f"cannot read what is paused: {error.detail}")]
+    return list(check_pauses(namespaces, flows))
+
+
 async def _stable_status(client: AsyncClient) -> tuple[ClusterStatus, list[Finding]]:
     """The cluster status and its findings. Waits while the only problems may be transient."""
     waited_ms = 0.0
@@ -387,4 +445,5 @@ def _url_of(config: Config) -> str | None:
     """The URL of a server with this configuration. None: unknown, because it listens on any free port."""
     host, port = split_listen(config.server.listen)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # it listens on all addresses, so also on loopback
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}" if port else None
+    scheme = "https" if config.server.tls_certificate else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}" if port else None

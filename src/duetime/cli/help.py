@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace as Arguments
 
+from duetime.printable import printable_lines
+
 __all__ = ["overview"]
 
 
@@ -11,5 +13,5 @@ def overview(arguments: Arguments) -> int:
     if arguments.overview is None:
         arguments.parser.print_help()
         return 2
-    print(arguments.overview)
+    print(printable_lines(arguments.overview))
     return 0

@@ -11,11 +11,12 @@ from datetime import UTC, datetime, timedelta
 from msgspec import Struct
 
 from duetime.cli.errors import UsageError
-from duetime.cli.output import format_lateness, local_time, now_ms, print_json, printable, shorten, styled, to_json
+from duetime.cli.output import format_lateness, local_time, now_ms, print_json, print_line, shorten, styled, to_json
 from duetime.client import Callback, DuetimeError, again_at, ok, read_callback, retry
 from duetime.domain.instants import parse_duration
 from duetime.errors import SetupError
-from duetime.http.server import Handler, HttpServer, Request, Response, serve_http
+from duetime.http.messages import Handler, Request, Response
+from duetime.http.server import HttpServer, serve_http
 from duetime.signing import SignatureError, check_secret
 from duetime.signing import verify as verify_signature
 
@@ -80,9 +81,9 @@ async def listen(arguments: Arguments) -> int:
 
     server = await start_receiver(arguments.host, arguments.port, handle)
     if not arguments.json:
-        print(f"listening on http://{arguments.host}:{server.port}/ (Ctrl-C ends)", flush=True)
+        print_line(f"listening on http://{arguments.host}:{server.port}/ (Ctrl-C ends)")
         if not arguments.secret:
-            print(styled("signatures are not checked: give --secret to check them", "dim"), flush=True)
+            print_line(styled("signatures are not checked: give --secret to check them", "dim"))
     try:
         await enough.wait()
     except asyncio.CancelledError:
@@ -122,31 +123,25 @@ def _print(what: ReceivedCallback, *, as_json: bool) -> None:
     callback = what.callback
     late_by_ms = callback.late_by.total_seconds() * 1_000
     if as_json:
-        print_json({"callback": callback, "lateByMs": round(late_by_ms), "signature": what.signature})
+        print_json({"callback": callback, "lateByMs": round(late_by_ms), "signature": what.signature}, flush=True)
     else:
         style = "red" if what.refused else "green" if what.signature == "ok" else "dim"
+        correlation = [] if callback.correlation_id is None else [f"correlation id {callback.correlation_id}"]
         payload = "" if callback.payload is None else shorten(to_json(callback.payload), 60)
-        print(
+        print_line(
             local_time(),
-            styled(printable(f"{callback.namespace}/{callback.timer_id}"), "bold"),
+            styled(f"{callback.namespace}/{callback.timer_id}", "bold"),
             f"attempt {callback.attempt}",
             format_lateness(late_by_ms),
+            *correlation,
             styled(f"signature {what.signature}{', refused' * what.refused}", style),
             payload,
-            sep="  ",
         )
-    _flush()
 
 
 def _print_other(request: Request, error: DuetimeError, *, as_json: bool) -> None:
     """Prints a request that is not a callback."""
     if as_json:
-        print_json({"method": request.method, "path": request.path, "error": error.detail})
+        print_json({"method": request.method, "path": request.path, "error": error.detail}, flush=True)
     else:
-        print(f"{local_time()}  {request.method} {printable(request.path)}  {printable(error.detail)}")
-    _flush()
-
-
-def _flush() -> None:
-    """The reader of a pipe gets each line at once."""
-    print(end="", flush=True)
+        print_line(local_time(), f"{request.method} {request.path}", error.detail)

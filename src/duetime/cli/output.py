@@ -1,4 +1,8 @@
-"""Output of the commands: tables, relative times, colours (on a terminal only), and JSON as the HTTP API encodes it."""
+"""Output of the commands: tables, relative times, colours (on a terminal only), and JSON as the HTTP API encodes it.
+
+Commands print only with the functions of this module. They escape what a terminal would not show but obey
+(`duetime.printable`), because ids, payloads and errors come from other users.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,14 @@ import msgspec
 
 from duetime.clock import SystemClock
 from duetime.domain.instants import format_instant
+from duetime.printable import printable, printable_json
 
 if TYPE_CHECKING:
     from duetime.client import RetryPolicy
 
 __all__ = [
+    "Safe",
+    "clear_screen",
     "format_duration",
     "format_lateness",
     "format_relative",
@@ -26,6 +33,7 @@ __all__ = [
     "now_ms",
     "print_fields",
     "print_json",
+    "print_line",
     "print_table",
     "printable",
     "shorten",
@@ -40,14 +48,36 @@ _STATE_STYLES = {"delivered": "green", "failed": "red", "inFlight": "yellow", "c
 now_ms = SystemClock().wall_ms
 
 
-def styled(text: str, style: str | None) -> str:
+class Safe(str):
+    """Text that is escaped already, and may have the escape sequences of a style. Everything else is escaped when it is
+    printed."""
+
+    __slots__ = ()
+
+
+def _safe(text: str) -> Safe:
+    return text if isinstance(text, Safe) else Safe(printable(text))
+
+
+def styled(text: str, style: str | None) -> Safe:
+    text = _safe(text)
     if style is None or not _use_colours():
         return text
-    return f"\033[{_STYLES[style]}m{text}\033[0m"
+    return Safe(f"\033[{_STYLES[style]}m{text}\033[0m")
 
 
-def styled_state(name: str) -> str:
-    return styled(name, _STATE_STYLES.get(name))
+def styled_state(name: str, width: int = 0) -> Safe:
+    return styled(name.ljust(width), _STATE_STYLES.get(name))
+
+
+def print_line(*parts: str, sep: str = "  ", file: TextIO | None = None) -> None:
+    """Print the parts on one line, at once: the reader of a pipe need not wait for the next."""
+    print(sep.join(_safe(part) for part in parts), file=file or sys.stdout, flush=True)
+
+
+def clear_screen() -> None:
+    """Before a new page: an empty line, if the output is not a terminal."""
+    print("\033[H\033[2J" if sys.stdout.isatty() else "\n", end="")
 
 
 def _use_colours() -> bool:
@@ -102,24 +132,18 @@ def format_retries(policy: RetryPolicy) -> str:
     return f"{times}, pauses from {policy.initial_interval}{up_to}, for {policy.max_duration}"
 
 
-def printable(text: str) -> str:
-    """The text with control characters escaped. Ids, names and errors come from other users: without this they could
-    send control sequences to the terminal of the reader."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def shorten(text: str, width: int) -> str:
     text = printable(" ".join(text.split()))
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def to_json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+    return printable_json(msgspec.json.encode(value).decode())
 
 
-def print_json(value: Any, *, file: TextIO | None = None) -> None:
+def print_json(value: Any, *, file: TextIO | None = None, flush: bool = False) -> None:
     plain = _as_served(msgspec.to_builtins(value, builtin_types=(datetime,)))
-    print(msgspec.json.encode(plain).decode(), file=file or sys.stdout)
+    print(to_json(plain), file=file or sys.stdout, flush=flush)
 
 
 def _as_served(value: Any) -> Any:
@@ -135,7 +159,7 @@ def _as_served(value: Any) -> Any:
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Each column is as wide as its widest cell. Escape sequences of styled cells do not count."""
-    rows = [[*row] for row in rows]
+    rows = [[_safe(cell) for cell in row] for row in rows]
     widths = [max([len(heading), *(_width(row[i]) for row in rows)]) for i, heading in enumerate(headings)]
     print("  ".join(styled(h.ljust(w), "dim") for h, w in zip(headings, widths, strict=True)).rstrip())
     for row in rows:
@@ -146,7 +170,7 @@ def print_fields(fields: Iterable[tuple[str, str]]) -> None:
     listed = [(name, value) for name, value in fields if value]
     width = max(len(name) for name, _ in listed)
     for name, value in listed:
-        print(f"{styled(name.ljust(width), 'dim')}  {value}")
+        print(f"{styled(name.ljust(width), 'dim')}  {_safe(value)}")
 
 
 def _width(cell: str) -> int:

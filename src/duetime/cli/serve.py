@@ -11,6 +11,12 @@ __all__ = ["serve"]
 
 def serve(arguments: Arguments) -> int:
     config = config_from(arguments)
+    if arguments.paused:
+        import asyncio
+
+        from duetime.app import pause_namespaces
+
+        asyncio.run(pause_namespaces(config))
     if config.server.workers > 1:
         from duetime.supervisor import run_workers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import tomllib
 from argparse import Namespace as Arguments
@@ -10,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from duetime.cli.output import print_table, to_json
-from duetime.config import Config, load_config, shown
+from duetime.cli.output import print_line, print_table, to_json
+from duetime.config import RENAMED, Config, load_config, shown
 from duetime.errors import SetupError
+from duetime.printable import printable_lines
 
 __all__ = ["config_from", "show_config"]
 
@@ -39,13 +41,23 @@ def _typed(path: str, text: str) -> Any:
     section, _, key = path.partition(".")
     default = _defaults().get(section, {}).get(key)
     if default is None:
-        raise SetupError(f"--set {path}: no such setting; `duetime config show` lists all settings")
+        raise SetupError(f"--set {path}: {_unknown(path)}")
     if isinstance(default, str):
         return text
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         raise SetupError(f"--set {path}: must be {type(default).__name__}, got {text!r}") from None
+
+
+def _unknown(path: str) -> str:
+    if path in RENAMED:
+        return f"is now named {RENAMED[path]}"
+    known = [f"{section}.{key}" for section, keys in _defaults().items() for key in keys]
+    nearest = difflib.get_close_matches(path, known, n=1)
+    return (
+        f"no such setting; {f'did you mean {nearest[0]}?' if nearest else '`duetime config show` lists all settings'}"
+    )
 
 
 def _defaults() -> dict[str, dict[str, Any]]:
@@ -55,17 +67,17 @@ def _defaults() -> dict[str, dict[str, Any]]:
 def show_config(arguments: Arguments) -> int:
     config = config_from(arguments)
     for warning in config.warnings:
-        print(f"warning: {warning}", file=sys.stderr)  # standard output is for programs
+        print_line(f"warning: {warning}", file=sys.stderr)  # standard output is for programs
     text = shown(config)
     settings = tomllib.loads(text)
     if arguments.env:
         variables = {f"DUETIME_{s}_{k}".upper(): v for s, keys in settings.items() for k, v in keys.items()}
         if arguments.json:
-            print(to_json(variables))
+            print_line(to_json(variables))
         else:
             print_table(["variable", "value in force"], [(name, to_json(v)) for name, v in variables.items()])
     elif arguments.json:
-        print(to_json(settings))
+        print_line(to_json(settings))
     else:
-        print(text, end="")
+        print(printable_lines(text), end="")
     return 0

@@ -7,20 +7,20 @@ from argparse import Namespace as Arguments
 from importlib import metadata
 
 from duetime import __version__
-from duetime.cli.output import to_json
+from duetime.cli.output import print_line, to_json
 
 __all__ = ["installed_versions", "version"]
 
-PACKAGES = ("apsw", "httptools", "msgspec", "uvloop")
+PACKAGES = ("apsw", "cronsim", "httptools", "msgspec", "tzdata", "uvloop")
 
 
 def version(arguments: Arguments) -> int:
     versions = {"duetime": __version__, "python": platform.python_version(), **installed_versions()}
     if arguments.json:
-        print(to_json(versions))
+        print_line(to_json(versions))
     else:
-        print(f"duetime {__version__}")
-        print(", ".join(f"{name} {number or 'absent'}" for name, number in versions.items() if name != "duetime"))
+        print_line(f"duetime {__version__}")
+        print_line(", ".join(f"{name} {number or 'absent'}" for name, number in versions.items() if name != "duetime"))
     return 0
 
 

@@ -18,24 +18,33 @@ from __future__ import annotations
 from duetime.client.asynchronous import AsyncClient
 from duetime.client.errors import ConnectionFailed
 from duetime.client.models import (
+    Broker,
     ClusterStatus,
     Created,
+    Flow,
+    FlowLimits,
+    FlowPage,
     HeldFor,
     Member,
     Missed,
     Namespace,
     NamespaceSettings,
     NewTimer,
+    Occurrence,
     Page,
     RetryPolicy,
+    Schedule,
+    SchedulePreview,
     Shard,
     ShardCounts,
     Timer,
     TimerChanges,
     TimerFilter,
+    Unanswered,
     Updated,
 )
 from duetime.client.synchronous import Client
+from duetime.domain.flow_status import FlowState
 from duetime.domain.timer import Outcome, State, Verdict
 from duetime.errors import (
     Busy,
@@ -56,6 +65,7 @@ Ending = Outcome  # the old name of Outcome
 
 __all__ = [
     "AsyncClient",
+    "Broker",
     "Busy",
     "Callback",
     "Client",
@@ -65,6 +75,10 @@ __all__ = [
     "Created",
     "DuetimeError",
     "Ending",
+    "Flow",
+    "FlowLimits",
+    "FlowPage",
+    "FlowState",
     "Forbidden",
     "HeldFor",
     "InvalidField",
@@ -74,11 +88,14 @@ __all__ = [
     "NamespaceSettings",
     "NewTimer",
     "NotFound",
+    "Occurrence",
     "Outcome",
     "OutcomeUnknown",
     "Page",
     "Rejected",
     "RetryPolicy",
+    "Schedule",
+    "SchedulePreview",
     "Shard",
     "ShardCounts",
     "SignatureError",
@@ -87,6 +104,7 @@ __all__ = [
     "TimerChanges",
     "TimerFilter",
     "TooLarge",
+    "Unanswered",
     "Unauthenticated",
     "Unserved",
     "Updated",

@@ -15,12 +15,17 @@ from duetime.client.models import (
     ClusterStatus,
     Created,
     Delay,
+    Flow,
+    FlowLimits,
+    FlowPage,
     Missed,
     Namespace,
     NamespaceSettings,
     NewTimer,
     Page,
     RetryPolicy,
+    Schedule,
+    SchedulePreview,
     Timer,
     TimerChanges,
     TimerFilter,
@@ -32,16 +37,21 @@ from duetime.client.models import (
 from duetime.client.responses import (
     decode_created,
     decode_deleted,
+    decode_flow,
+    decode_flow_page,
     decode_namespace,
     decode_namespaces,
     decode_page,
+    decode_preview,
     decode_status,
     decode_timer,
     decode_updated,
 )
 from duetime.client.routing import Direct
+from duetime.domain.flow_status import FlowState
 from duetime.domain.timer import State, Verdict
 from duetime.errors import DuetimeError, NotFound, OutcomeUnknown, SetupError
+from duetime.wire import IfReached, NamespaceSize
 
 __all__ = ["DEFAULT_URL", "AsyncClient", "AsyncNamespaces"]
 
@@ -113,13 +123,18 @@ class AsyncClient:
         tags: Sequence[str] = (),
         missed: Missed | Mapping[str, Any] | None = None,
         if_absent: bool = False,
+        flow_key: str | None = None,
         namespace: str | None = None,
+        if_reached: IfReached | None = None,
+        schedule: Schedule | Mapping[str, Any] | None = None,
     ) -> Created:
-        """Create a timer, or replace the timer with that id. It is due `at` an instant or after a `delay` (a float is
-        in seconds).
+        """Create a timer, or replace the timer with that id. It is due `at` an instant, after a `delay` (a float is in
+        seconds), or by a `schedule` of local times in a zone, once or repeated.
 
         `if_absent`: never replace. If the same timer exists, it is returned unchanged; if a different one exists,
-        Conflict is raised.
+        Conflict is raised. `if_reached="ignore"`: a timer with that id that is over, and still stored, is returned
+        unchanged; a scheduled one is replaced. `flow_key`: the flow whose limits, breaker and pause apply (default: the
+        URL without query).
         """
         new = NewTimer(
             timer_id,
@@ -135,6 +150,9 @@ class AsyncClient:
             missed,
             if_absent,
             namespace,
+            flow_key,
+            if_reached,
+            schedule,
         )
         body = encode_new(new, self.namespace)
         key = (_namespace_or(namespace, self.namespace), timer_id)
@@ -236,7 +254,9 @@ class AsyncClient:
 
     async def list_page(self, *, limit: int = 100, cursor: str | None = None, **filter: Unpack[TimerFilter]) -> Page:
         """One page. Only `next_cursor is None` means the end: an earlier page may be short or even empty."""
-        query = {"namespace": self.namespace, **to_wire(filter), "limit": limit, "cursor": cursor}
+        query = {**to_wire(filter), "limit": limit, "cursor": cursor}
+        if not filter.get("all_namespaces"):
+            query.setdefault("namespace", self.namespace)
         return await self._calls.call("timers/list", encode_json(query), decode_page, CallKind.READ)
 
     async def fire_now(self, timer_id: str, *, namespace: str | None = None) -> Timer:
@@ -247,9 +267,91 @@ class AsyncClient:
         """Fire again a timer that is over."""
         return await self._timer_call("timers/replay", timer_id, namespace, CallKind.NOT_IDEMPOTENT)
 
+    async def pause(self, timer_id: str, *, namespace: str | None = None) -> Timer:
+        """Pause a timer: it does not fire until it is resumed."""
+        # Idempotent, as resume: twice has the same effect as once.
+        return await self._timer_call("timers/pause", timer_id, namespace, CallKind.IDEMPOTENT)
+
+    async def resume(self, timer_id: str, *, namespace: str | None = None) -> Timer:
+        return await self._timer_call("timers/resume", timer_id, namespace, CallKind.IDEMPOTENT)
+
     async def _timer_call(self, path: str, timer_id: str, namespace: str | None, kind: CallKind) -> Timer:
         key = (_namespace_or(namespace, self.namespace), timer_id)
         return (await self._calls.call(path, _timer_ref(*key), decode_timer, kind, key)).timer
+
+    # schedules
+
+    async def preview_schedule(
+        self, schedule: Schedule | Mapping[str, Any], *, count: int = 5, from_: datetime | str | None = None
+    ) -> SchedulePreview:
+        """The next instants of a wall-clock schedule, at most 1,000, at and after `from_` (default: now). Nothing is
+        created. A mapping has the names of the HTTP API: {"at": "2027-03-15T09:00", "timezone": "Europe/Paris"}."""
+        query = to_wire({"schedule": schedule, "count": count} | ({} if from_ is None else {"from": from_}))
+        return await self._calls.call("schedules/preview", encode_json(query), decode_preview, CallKind.READ)
+
+    # flows and pauses
+
+    async def list_flows(
+        self, *, namespace: str | None = None, state: FlowState | str | None = None, page_size: int = 500
+    ) -> AsyncGenerator[Flow, None]:
+        """The flows that have due timers, limits, a pause or recent failures, page by page while you iterate. Without
+        `namespace`: of all namespaces that the token allows."""
+        async for page in self.flow_pages(namespace=namespace, state=state, page_size=page_size):
+            for flow in page:
+                yield flow
+
+    async def flow_pages(
+        self, *, namespace: str | None = None, state: FlowState | str | None = None, page_size: int = 500
+    ) -> AsyncGenerator[builtins.list[Flow], None]:
+        """The same as `list_flows`, one page at a time."""
+        cursor: str | None = None
+        while True:
+            page = await self.list_flows_page(namespace=namespace, state=state, limit=page_size, cursor=cursor)
+            yield page.flows
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    async def list_flows_page(
+        self,
+        *,
+        namespace: str | None = None,
+        state: FlowState | str | None = None,
+        limit: int = 100,
+        cursor: str | None = None,
+    ) -> FlowPage:
+        """One page, and the instances that did not answer. Only `next_cursor is None` means the end."""
+        query = {"namespace": namespace, "state": state, "limit": limit, "cursor": cursor}
+        return await self._calls.call("flows/list", encode_json(query), decode_flow_page, CallKind.READ)
+
+    async def get_flow(self, flow_key: str, *, namespace: str | None = None) -> Flow:
+        """`flow_key`: that of its timers; for timers without one, their URL without its query."""
+        return await self._flow_call("get", flow_key, namespace, {}, CallKind.READ)
+
+    async def update_flow(self, flow_key: str, *, namespace: str | None = None, **limits: Unpack[FlowLimits]) -> Flow:
+        """Change the limits of a flow. They hold for the whole cluster within 2 s, and survive restarts."""
+        # Idempotent, as pause and resume: the same values twice have the same effect as once.
+        return await self._flow_call("update", flow_key, namespace, limits, CallKind.IDEMPOTENT)
+
+    async def pause_flow(self, flow_key: str, *, namespace: str | None = None) -> Flow:
+        """Within 2 s no timer of the flow fires any more, until it is resumed."""
+        return await self._flow_call("pause", flow_key, namespace, {}, CallKind.IDEMPOTENT)
+
+    async def resume_flow(self, flow_key: str, *, namespace: str | None = None) -> Flow:
+        return await self._flow_call("resume", flow_key, namespace, {}, CallKind.IDEMPOTENT)
+
+    async def _flow_call(
+        self, verb: str, flow_key: str, namespace: str | None, limits: Mapping[str, Any], kind: CallKind
+    ) -> Flow:
+        body = encode_json({"namespace": _namespace_or(namespace, self.namespace), "flowKey": flow_key, **limits})
+        return (await self._calls.call(f"flows/{verb}", body, decode_flow, kind)).flow
+
+    async def pause_namespace(self, name: str) -> Namespace:
+        """Within 2 s no timer of the namespace fires any more, until it is resumed."""
+        return await self.namespaces.pause(name)
+
+    async def resume_namespace(self, name: str) -> Namespace:
+        return await self.namespaces.resume(name)
 
     # the server
 
@@ -275,12 +377,20 @@ class AsyncNamespaces:
         self._client = client
 
     async def create(
-        self, name: str, *, num_shards: int | None = None, **settings: Unpack[NamespaceSettings]
+        self,
+        name: str,
+        *,
+        num_shards: int | None = None,
+        size: NamespaceSize | None = None,
+        **settings: Unpack[NamespaceSettings],
     ) -> Namespace:
-        """`num_shards` cannot be changed later. Without it, the server uses its default."""
+        """Give `num_shards`, or a `size` that stands for one (16, 256, 1,024 or 4,096). It cannot be changed later.
+        Without both, the server uses its default."""
         fields = {"namespace": name, **to_wire(settings)}
         if num_shards is not None:
             fields["numShards"] = num_shards
+        if size is not None:
+            fields["size"] = size
         return (await self._call("create", fields, decode_namespace, CallKind.NOT_IDEMPOTENT)).namespace
 
     async def get(self, name: str) -> Namespace:
@@ -293,6 +403,13 @@ class AsyncNamespaces:
         # Idempotent: the same values twice have the same effect as once.
         fields = {"namespace": name, **to_wire(settings)}
         return (await self._call("update", fields, decode_namespace, CallKind.IDEMPOTENT)).namespace
+
+    async def pause(self, name: str) -> Namespace:
+        """Within 2 s none of its timers fires any more, until it is resumed. Timers can still be created."""
+        return (await self._call("pause", {"namespace": name}, decode_namespace, CallKind.IDEMPOTENT)).namespace
+
+    async def resume(self, name: str) -> Namespace:
+        return (await self._call("resume", {"namespace": name}, decode_namespace, CallKind.IDEMPOTENT)).namespace
 
     async def delete(self, name: str) -> None:
         await self._call("delete", {"namespace": name}, lambda _: None, CallKind.NOT_IDEMPOTENT)

@@ -1,7 +1,7 @@
-"""The types that a user of the client passes in and gets back. They mirror the JSON structs of wire.py.
+"""The types that a user of the client passes in and gets back. They mirror the JSON structs of `wire`.
 
 Instants are aware datetimes, payloads are plain Python values, an absent value is None. A unit test compares these
-types with wire.py, field by field.
+types with `wire`, field by field.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, TypedDict
 import msgspec
 from msgspec import Struct
 
+from duetime.domain.flow_status import FlowState
 from duetime.domain.timer import Outcome, State, Verdict
 from duetime.errors import InvalidField
-from duetime.wire import MissedJson, RetryPolicyJson
+from duetime.wire import IfReached, MissedJson, RetryPolicyJson, ScheduleJson
 
 # --- input --------------------------------------------------------------------------------------
 
@@ -30,12 +31,16 @@ class Missed(MissedJson, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     """What happens to a timer that fires too late. Give one of the two fields, as a duration such as "10m"."""
 
 
+class Schedule(ScheduleJson, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
+    """A wall-clock schedule: local times in a zone, as text. A field that is left out has its default."""
+
+
 Delay = timedelta | str | float
 
 
 class NewTimer(Struct, frozen=True, gc=False):
-    """A timer to create. Give exactly one of `at` (an aware datetime, or RFC 3339 text) and `delay` (a float is in
-    seconds)."""
+    """A timer to create. Give exactly one of `at` (an aware datetime, or RFC 3339 text), `delay` (a float is in
+    seconds) and `schedule` (local times in a zone)."""
 
     timer_id: str
     at: datetime | str | None = None
@@ -50,6 +55,9 @@ class NewTimer(Struct, frozen=True, gc=False):
     missed: Missed | Mapping[str, Any] | None = None
     if_absent: bool = False
     namespace: str | None = None
+    flow_key: str | None = None
+    if_reached: IfReached | None = None
+    schedule: Schedule | Mapping[str, Any] | None = None
 
 
 class TimerChanges(TypedDict, total=False):
@@ -57,6 +65,7 @@ class TimerChanges(TypedDict, total=False):
 
     at: datetime | str
     delay: Delay
+    schedule: Schedule | Mapping[str, Any] | None
     callback_url: str | None
     payload: Any
     retry_policy: RetryPolicy | Mapping[str, Any] | None
@@ -65,11 +74,16 @@ class TimerChanges(TypedDict, total=False):
     correlation_id: str | None
     tags: Sequence[str] | None
     missed: Missed | Mapping[str, Any] | None
+    flow_key: str | None
     namespace: str
 
 
 class TimerFilter(TypedDict, total=False):
-    """A timer matches if it meets all conditions. `due_from` is inclusive, `due_until` is exclusive."""
+    """A timer matches if it meets all conditions. `due_from` is inclusive, `due_until` is exclusive.
+
+    `payloads=False`: the payload of every timer is None, also if it has one. `all_namespaces=True`: timers of all
+    namespaces, one after the other by name; only with a `correlation_id`, and with a token for `admin` in all of them.
+    """
 
     state: State | str
     due_from: datetime | str
@@ -78,6 +92,8 @@ class TimerFilter(TypedDict, total=False):
     id_prefix: str
     correlation_id: str
     namespace: str
+    all_namespaces: bool
+    payloads: bool
 
 
 class NamespaceSettings(TypedDict, total=False):
@@ -90,7 +106,17 @@ class NamespaceSettings(TypedDict, total=False):
     delivered_retention: timedelta | str | None
     failed_retention: timedelta | str | None
     payload_bytes_max: int | None
+    creates_per_second: int | None
+    requests_per_second: int | None
     signing_secrets: Sequence[str] | None
+
+
+class FlowLimits(TypedDict, total=False):
+    """The limits of a flow, in the whole cluster: calls per second, and calls in flight at once. One that is left out
+    does not change. None clears it."""
+
+    rate: float | None
+    concurrency: int | None
 
 
 class _CreateJson(Struct, gc=False, omit_defaults=True, rename="camel"):
@@ -109,14 +135,17 @@ class _CreateJson(Struct, gc=False, omit_defaults=True, rename="camel"):
     tags: Sequence[str] = ()
     missed: Missed | Mapping[str, Any] | None = None
     if_absent: bool = False
+    flow_key: str | None = None
+    if_reached: str | None = None
+    schedule: Schedule | Mapping[str, Any] | None = None
 
 
 _encode = msgspec.json.Encoder().encode
 
 
 def encode_new(new: NewTimer, namespace: str) -> bytes:
-    if (new.at is None) is (new.delay is None):
-        raise InvalidField("at", "give exactly one of at and delay")
+    if (new.at is not None) + (new.delay is not None) + (new.schedule is not None) != 1:
+        raise InvalidField("at", "give exactly one of at, delay and schedule")
     return encode_json(
         _CreateJson(
             new.timer_id,
@@ -132,6 +161,9 @@ def encode_new(new: NewTimer, namespace: str) -> bytes:
             new.tags,
             new.missed,
             new.if_absent,
+            new.flow_key,
+            new.if_reached,
+            new.schedule,
         )
     )
 
@@ -162,7 +194,7 @@ def _duration(field: str, value: Delay) -> str:
 
 
 _WIRE_NAMES = {"at": "executeAt", "namespace": "namespace"}
-_INSTANTS = frozenset({"at", "due_from", "due_until"})
+_INSTANTS = frozenset({"at", "due_from", "due_until", "from"})
 _DURATIONS = frozenset({"delay", "delivered_retention", "failed_retention"})
 
 
@@ -205,6 +237,12 @@ class Timer(Struct, frozen=True, kw_only=True, rename="camel"):
     tags: tuple[str, ...] = ()
     headers: dict[str, str] | None = None
     missed: Missed | None = None
+    flow_key: str | None = None
+    schedule: Schedule | None = None
+    occurrence: int | None = None  # the number of the pending one, from 1
+    scheduled_at_local: str | None = None  # of an occurrence of the schedule, with the offset
+    tzdata: str | None = None
+    paused: bool = False
     outcome: Outcome | None = None
     reached_at: datetime | None = None
     first_attempt_at: datetime | None = None
@@ -221,7 +259,7 @@ class Timer(Struct, frozen=True, kw_only=True, rename="camel"):
 class Created(Struct, frozen=True):
     """`replaced`: there was a scheduled timer with that id (None: unknown, because a response of the database was
     lost). `existed`: with `if_absent`, the timer existed already and was not changed. An earlier attempt of the same
-    call, whose response was lost, may have created it."""
+    call, whose response was lost, may have created it. With `if_reached="ignore"`: it was over and was not changed."""
 
     timer: Timer
     replaced: bool | None
@@ -251,17 +289,89 @@ class Namespace(Struct, frozen=True, kw_only=True, rename="camel"):
     created_at: datetime
     callback_url: str | None = None
     payload_bytes_max: int | None = None
+    creates_per_second: int | None = None
+    requests_per_second: int | None = None
     signing_secrets: tuple[str, ...] = ()
+    paused: bool = False
+
+
+class Flow(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A flow: the timers of a namespace with the same flow key. `waiting` and `in_flight` are sums over all members.
+    `until` is when an open breaker lets a call through again. `rate` and `concurrency` are the limits that are set."""
+
+    namespace: str
+    flow_key: str
+    origin: str
+    state: FlowState
+    waiting: int
+    in_flight: int
+    until: datetime | None = None
+    last_error: str | None = None
+    rate: float | None = None
+    concurrency: int | None = None
+
+
+class Unanswered(Struct, frozen=True, kw_only=True, rename="camel"):
+    """A live instance that did not answer: what it knows of the flows is missing."""
+
+    instance_id: str
+    address: str
+    reason: str
+
+
+class FlowPage(Struct, frozen=True, rename="camel"):
+    flows: list[Flow]
+    next_cursor: str | None = None
+    unanswered: tuple[Unanswered, ...] = ()
+
+
+class Occurrence(Struct, frozen=True, kw_only=True, rename="camel"):
+    """An instant of a schedule. `local` is its local time with offset, `asked` the local time that the schedule asks
+    for, `because` why the two may differ: "gap", "fold", "feb29", or None."""
+
+    at: datetime
+    local: str
+    asked: str
+    because: str | None = None
+
+
+class SchedulePreview(Struct, frozen=True, kw_only=True, rename="camel"):
+    """The next instants of a schedule; `tzdata` is the version of the time-zone rules of the server."""
+
+    instants: tuple[Occurrence, ...]
+    tzdata: str
 
 
 class HeldFor(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A destination for which due timers are held."""
+    """A flow whose due timers are held. `destination` is its flow key."""
 
     destination: str
     held: int
     in_flight: int
     failures: int
     breaker_open: bool
+    last_error: str | None = None
+
+
+class Broker(Struct, frozen=True, kw_only=True, rename="camel"):
+    """The connection of an instance to a message broker. `consuming` is None if no commands are read from it; `waiting`
+    are the commands that wait there for all instances, `retrying` those that this instance has handed back, `refused`
+    those that became dead letters since it has started."""
+
+    name: str
+    connected: bool
+    away_reason: str | None = None
+    consuming: bool | None = None
+    not_consuming_reason: str | None = None
+    waiting: int | None = None
+    in_flight: int
+    unacknowledged: int | None = None
+    retrying: int = 0
+    retry_reason: str | None = None
+    refused: int = 0
+    refused_ago_ms: int | None = None
+    refusal_reason: str | None = None
+    remark: str | None = None
 
 
 class Member(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -289,6 +399,7 @@ class Member(Struct, frozen=True, kw_only=True, rename="camel"):
     lateness_p50_ms: float | None = msgspec.field(name="latenessP50Ms", default=None)
     lateness_p99_ms: float | None = msgspec.field(name="latenessP99Ms", default=None)
     held_for: tuple[HeldFor, ...] = ()
+    brokers: tuple[Broker, ...] = ()
 
 
 class Shard(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -326,6 +437,7 @@ class ClusterStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     held: int
     writes_waiting: int
     unreadable: int = 0
+    paused_namespaces: int = 0
     clock_skew_ms: int
     reason: str | None = None
     oldest_due_ms: int | None = None

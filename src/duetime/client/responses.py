@@ -9,7 +9,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from duetime.client.errors import error_of_problem
-from duetime.client.models import ClusterStatus, Created, Namespace, Page, Timer, Updated
+from duetime.client.models import (
+    ClusterStatus,
+    Created,
+    Flow,
+    FlowPage,
+    Namespace,
+    Page,
+    SchedulePreview,
+    Timer,
+    Updated,
+)
 from duetime.domain.timer import Verdict
 from duetime.errors import DuetimeError
 from duetime.wire import ProblemJson
@@ -51,6 +61,10 @@ class _NamespacesResponse(Struct):
     namespaces: tuple[Namespace, ...]
 
 
+class _FlowResponse(Struct):
+    flow: Flow
+
+
 class ClusterMap(Struct, rename="camel"):
     """Which instance owns which shard: `owners[shard_id]` is an index into `instances`."""
 
@@ -68,6 +82,9 @@ decode_page = msgspec.json.Decoder(Page).decode
 decode_status = msgspec.json.Decoder(ClusterStatus).decode
 decode_map = msgspec.json.Decoder(ClusterMap).decode
 decode_namespace = msgspec.json.Decoder(_NamespaceResponse).decode
+decode_flow = msgspec.json.Decoder(_FlowResponse).decode
+decode_flow_page = msgspec.json.Decoder(FlowPage).decode
+decode_preview = msgspec.json.Decoder(SchedulePreview).decode
 decode_namespaces = msgspec.json.Decoder(_NamespacesResponse).decode
 _decode_create_results = msgspec.json.Decoder(_CreateResults).decode
 _decode_delete_results = msgspec.json.Decoder(_DeleteResults).decode

@@ -153,6 +153,17 @@ class Client:
     list_page = _sync(AsyncClient.list_page)
     fire_now = _sync(AsyncClient.fire_now)
     replay = _sync(AsyncClient.replay)
+    pause = _sync(AsyncClient.pause)
+    resume = _sync(AsyncClient.resume)
+    preview_schedule = _sync(AsyncClient.preview_schedule)
+    list_flows = _sync_items(AsyncClient.flow_pages)
+    list_flows_page = _sync(AsyncClient.list_flows_page)
+    get_flow = _sync(AsyncClient.get_flow)
+    update_flow = _sync(AsyncClient.update_flow)
+    pause_flow = _sync(AsyncClient.pause_flow)
+    resume_flow = _sync(AsyncClient.resume_flow)
+    pause_namespace = _sync(AsyncClient.pause_namespace)
+    resume_namespace = _sync(AsyncClient.resume_namespace)
     cluster_status = _sync(AsyncClient.cluster_status)
     ready = _sync(AsyncClient.ready)
 
@@ -191,6 +202,8 @@ class Namespaces:
     get = _sync(AsyncNamespaces.get)
     list = _sync(AsyncNamespaces.list)
     update = _sync(AsyncNamespaces.update)
+    pause = _sync(AsyncNamespaces.pause)
+    resume = _sync(AsyncNamespaces.resume)
     delete = _sync(AsyncNamespaces.delete)
 
     def _async_object(self) -> AsyncNamespaces:

@@ -1,4 +1,5 @@
-"""PORT: how an instance forwards a command to the owner of its shard on another instance. One hop, never two.
+"""PORT: what an instance asks of another one: above all to carry out a command for a shard that the other one owns.
+One hop, never two.
 
 A Forward names the version of the shard that its sender knows, so that a former owner, or an owner that has claimed the
 shard again since, refuses it. It has an id, so that a command that the network repeats is carried out once.
@@ -10,8 +11,20 @@ from typing import Protocol
 
 from msgspec import UNSET, Struct
 
+from duetime.domain.flow_shares import FlowAllowance, FlowReport
+from duetime.domain.flow_status import FlowQuery, FlowStatus
 from duetime.domain.status import InstanceStatus
-from duetime.domain.timer import Created, TimerKey, TimerPatch, TimerSpec, TimerView, Updated, Verdict
+from duetime.domain.timer import (
+    NOT_BY_OLDER_VERSIONS_MS,
+    CommandPosition,
+    Created,
+    TimerKey,
+    TimerPatch,
+    TimerSpec,
+    TimerView,
+    Updated,
+    Verdict,
+)
 from duetime.errors import NotOwner, Unserved
 
 __all__ = [
@@ -26,6 +39,7 @@ __all__ = [
     "Peers",
     "ReplayCommand",
     "UpdateCommand",
+    "is_for_newer_versions",
     "key_of",
     "payload_chars",
 ]
@@ -40,8 +54,10 @@ class UpdateCommand(Struct, frozen=True, tag="update"):
     patch: TimerPatch
 
 
-class DeleteCommand(Struct, frozen=True, tag="delete"):
+class DeleteCommand(Struct, frozen=True, tag="delete", omit_defaults=True):
     key: TimerKey
+    command: CommandPosition | None = None
+    if_stored: bool = False  # a timer that was never created is not found, also by the command of a broker
 
 
 class FireNowCommand(Struct, frozen=True, tag="fireNow"):
@@ -60,6 +76,17 @@ def key_of(command: Command) -> TimerKey:
     if isinstance(command, CreateCommand):
         return TimerKey(command.spec.namespace, command.spec.timer_id)
     return command.key
+
+
+def is_for_newer_versions(command: Command) -> bool:
+    """Does it need a version that knows schedules and pauses? Others refuse it, because they find no valid time."""
+    match command:
+        case CreateCommand(spec):
+            return spec.schedule is not None
+        case UpdateCommand(_, patch):
+            return patch.delay_ms == NOT_BY_OLDER_VERSIONS_MS
+        case _:
+            return False
 
 
 def payload_chars(command: Command) -> int:
@@ -101,6 +128,15 @@ class Peers(Protocol):
         """The status of the other instance. Raises Unserved, with the reason, if it does not answer."""
         ...
 
+    async def flows(self, peer: Peer, query: FlowQuery) -> list[FlowStatus]:
+        """The flows that the other instance has in memory. Raises Unserved as `status`."""
+        ...
+
+    async def flow_allowances(self, peer: Peer, reports: list[FlowReport]) -> list[FlowAllowance]:
+        """The allowance of this instance in each of these flows, whose home is the other instance. Raises Unserved if
+        there is no answer, NotFound if the other instance is of a version that divides no limits."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -111,6 +147,12 @@ class NoPeers:
         raise NotOwner
 
     async def status(self, peer: Peer) -> InstanceStatus:
+        raise Unserved("this instance has no connections to other instances")
+
+    async def flows(self, peer: Peer, query: FlowQuery) -> list[FlowStatus]:
+        raise Unserved("this instance has no connections to other instances")
+
+    async def flow_allowances(self, peer: Peer, reports: list[FlowReport]) -> list[FlowAllowance]:
         raise Unserved("this instance has no connections to other instances")
 
     async def close(self) -> None: ...

@@ -21,6 +21,7 @@ from math import ceil, floor
 from msgspec.structs import replace
 
 from duetime.clock import Clock, OffsetBounds
+from duetime.cluster.peer_protocol import new_secret
 from duetime.config import EngineConfig
 from duetime.errors import MemberDead, OutcomeUnknown, StoreError
 from duetime.store import Member, Store
@@ -47,6 +48,8 @@ class Membership:
         telemetry: Telemetry,
         rng: random.Random,
         address: str,
+        *,
+        tls: bool = False,
     ) -> None:
         self._store = store
         self._clock = clock
@@ -54,6 +57,7 @@ class Membership:
         self._telemetry = telemetry
         self._rng = rng
         self.address = address
+        self._tls = tls  # do other instances reach this one with https?
         self.instance_id = ""
         self.secret = ""
         self.skew_ms = 0
@@ -140,7 +144,7 @@ class Membership:
         self.instance_id = f"{self._rng.getrandbits(64):016x}"
         self._counter = 0
         self._lease_until_ms = _NEVER
-        self.secret = f"{self._rng.getrandbits(256):064x}"
+        self.secret = new_secret(self._rng.getrandbits(256), tls=self._tls)
         member = Member(self.instance_id, self.address, 0, True, self._clock.wall_ms(), self.secret)
         await self._store.join(member)
         await self.send_heartbeat()

@@ -8,6 +8,8 @@ client asks again by its id. A request whose connection broke is never repeated:
 from __future__ import annotations
 
 import asyncio
+import hmac
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
@@ -17,20 +19,34 @@ import msgspec
 
 from duetime.cluster.forwarding import CommandAnswer, Forward, Peer, payload_chars
 from duetime.cluster.peer_protocol import (
+    ALLOWANCES_PATH,
+    ANSWER_SIGNATURE,
     COMMANDS_PATH,
+    FLOWS_PATH,
+    FROM,
     REFUSED,
     SIGNATURE,
     STATUS_PATH,
+    TO,
     CommandBatch,
+    FlowReportBatch,
+    FlowsRequest,
     StatusRequest,
+    decode_flow_allowances,
+    decode_flows,
     decode_replies,
     decode_status,
     encode,
     read_reply,
     sign,
+    sign_answer,
+    signs_answers,
+    uses_tls,
 )
+from duetime.domain.flow_shares import FlowAllowance, FlowReport
+from duetime.domain.flow_status import FlowQuery, FlowStatus
 from duetime.domain.status import InstanceStatus
-from duetime.errors import Busy, Conflict, DuetimeError, NotOwner, OutcomeUnknown, Unserved
+from duetime.errors import Busy, Conflict, DuetimeError, NotFound, NotOwner, OutcomeUnknown, SetupError, Unserved
 from duetime.http.client import Answer, HttpClient, HttpError, Target, parse_target, request_head
 from duetime.telemetry import FailureLog, log
 from duetime.wire import ProblemJson
@@ -47,6 +63,7 @@ _UNSENT_S: Final = 2.0  # a command not sent within this time goes back to its c
 _REQUEST_TIMEOUT_MS: Final = 5_000
 _COMMAND_TIMEOUT_S: Final = 15.0
 _STATUS_TIMEOUT_MS: Final = 1_000
+_FLOWS_TIMEOUT_MS: Final = 1_000  # well within ALLOWANCE_MS: one lost answer costs no allowance
 _ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
 
 Call = Callable[[Peer, list[Forward], list[str]], Awaitable[Answer | None]]
@@ -63,10 +80,14 @@ class Http(Protocol):
 class PeerClient:
     """`own_id` returns this instance's id, which changes when it joins again."""
 
-    def __init__(self, own_id: Callable[[], str], http: Http | None = None) -> None:
+    def __init__(self, own_id: Callable[[], str], http: Http | None = None, *, ca_file: str = "") -> None:
         self._own_id = own_id
         self._http: Http = http or HttpClient(
-            connect_timeout_ms=1_000, body_bytes_max=_ANSWER_BYTES_MAX, idle_ms=20_000, connections_max=4_096
+            connect_timeout_ms=1_000,
+            body_bytes_max=_ANSWER_BYTES_MAX,
+            idle_ms=20_000,
+            connections_max=4_096,
+            ssl_context=_tls_context(ca_file) if ca_file else None,
         )
         self._queues: dict[str, _Queue] = {}
         # The last request number by the peer's id, ordered by last use. A peer gets a new id when it joins again. A
@@ -83,13 +104,39 @@ class PeerClient:
 
     async def status(self, peer: Peer) -> InstanceStatus:
         request = StatusRequest(peer.instance_id, self._own_id(), self._next_number(peer))
+        return decode_status(await self._ask(peer, STATUS_PATH, encode(request)))
+
+    async def flows(self, peer: Peer, query: FlowQuery) -> list[FlowStatus]:
+        request = FlowsRequest(peer.instance_id, self._own_id(), self._next_number(peer), query)
+        return decode_flows(await self._ask(peer, FLOWS_PATH, encode(request)))
+
+    async def _ask(self, peer: Peer, path: str, body: bytes) -> bytes:
+        """The body of the answer to a read. Raises Unserved, with the reason, if there is none."""
         try:
-            answer = await self._post(peer, STATUS_PATH, encode(request), _STATUS_TIMEOUT_MS)
+            answer = await self._post(peer, path, body, _STATUS_TIMEOUT_MS)
         except HttpError as error:
             raise Unserved(error.reason) from None
         if answer is None or answer.status != 200:
             raise Unserved("the connection closed before the answer" if answer is None else _refusal(answer))
-        return decode_status(answer.body)
+        return answer.body
+
+    async def flow_allowances(self, peer: Peer, reports: list[FlowReport]) -> list[FlowAllowance]:
+        request = FlowReportBatch(peer.instance_id, self._own_id(), self._next_number(peer), reports)
+        try:
+            answer = await self._post(peer, ALLOWANCES_PATH, encode(request), _FLOWS_TIMEOUT_MS, logs_refusals=False)
+        except HttpError as error:
+            raise Unserved(error.reason) from None
+        if answer is not None and answer.status == NotFound.status:
+            raise NotFound(f"instance {peer.instance_id} is of a version that does not divide limits")
+        if answer is None or answer.status != 200:
+            raise Unserved("the connection closed before the answer" if answer is None else _refusal(answer))
+        try:
+            allowances = decode_flow_allowances(answer.body).flows
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Unserved(f"the answer cannot be read: {error}") from None
+        if len(allowances) != len(reports):
+            raise Unserved(f"{len(allowances)} allowances for {len(reports)} flows")
+        return allowances
 
     async def close(self) -> None:
         await self._http.close()
@@ -104,18 +151,29 @@ class PeerClient:
         commands = CommandBatch(peer.instance_id, self._own_id(), self._next_number(peer), new, again)
         return await self._post(peer, COMMANDS_PATH, encode(commands), _REQUEST_TIMEOUT_MS)
 
-    async def _post(self, peer: Peer, path: str, body: bytes, timeout_ms: int) -> Answer | None:
+    async def _post(
+        self, peer: Peer, path: str, body: bytes, timeout_ms: int, *, logs_refusals: bool = True
+    ) -> Answer | None:
         """None: a reused connection closed. The request may have arrived, so it is not sent again."""
         try:
-            target = _target(peer.address, path)
+            target = _target("https" if uses_tls(peer.secret) else "http", peer.address, path)
         except ValueError as error:
             raise HttpError(f"the address {peer.address!r} {error}", sent=False) from None
-        headers = {"content-type": "application/msgpack", SIGNATURE: sign(peer.secret, body)}
+        signature = sign(peer.secret, body)
+        headers = {
+            "content-type": "application/msgpack",
+            FROM: self._own_id(),
+            TO: peer.instance_id,
+            SIGNATURE: signature,
+        }
         head = request_head("POST", target, headers)
         unsent = [b"%scontent-length: %d\r\n\r\n%s" % (head, len(body), body)]
         answer = await self._http.send(target, lambda: unsent.pop() if unsent else None, timeout_ms=timeout_ms)
         if answer is not None:
-            self._log_refusal(peer, answer)
+            if logs_refusals:
+                self._log_refusal(peer, answer)
+            if answer.status == 200 and signs_answers(peer.secret):
+                _check_answer(peer, signature, answer)
         return answer
 
     def _log_refusal(self, peer: Peer, answer: Answer) -> None:
@@ -140,7 +198,22 @@ class PeerClient:
             self._queues = {instance_id: queue for instance_id, queue in self._queues.items() if queue.in_use}
 
 
-_target = lru_cache(1_024)(lambda address, path: parse_target(f"http://{address}{path}"))
+_target = lru_cache(1_024)(lambda scheme, address, path: parse_target(f"{scheme}://{address}{path}"))
+
+
+def _check_answer(peer: Peer, signature: str, answer: Answer) -> None:
+    """Before it is decoded. The request may have arrived whoever has answered it."""
+    expected = sign_answer(peer.secret, signature, answer.body)
+    if not hmac.compare_digest(expected.encode(), (answer.header(ANSWER_SIGNATURE) or "").encode()):
+        raise HttpError(f"the answer is not signed with the secret of instance {peer.instance_id}", sent=True)
+
+
+def _tls_context(ca_file: str) -> ssl.SSLContext:
+    """Only these authorities, not those of the system: the certificates of instances are often from a private one."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise SetupError(f"cluster.ca_file: {ca_file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _refusal(answer: Answer) -> str:

@@ -12,13 +12,17 @@ no second lookup whose answer could differ (DNS rebinding).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
+import msgspec
 from msgspec import Struct
 
-from duetime.errors import AddressRefused
+from duetime.deliveries.lookups import LOOKUPS_MAX, LookupSlots, LookupThreads
+from duetime.errors import AddressRefused, Shortage
+from duetime.http.connect_errors import is_shortage
 
 __all__ = ["LOOPBACK", "Address", "Network", "Resolver", "literal_address", "parse_networks", "refusal"]
 
@@ -133,22 +137,33 @@ def literal_address(host: str) -> Address | None:
 
 Lookup = Callable[[str], Awaitable[Sequence[str]]]
 
+_FAILED_MAX_S = 60.0
+
 
 class _Found(Struct, frozen=True):
-    """The result of a lookup: addresses that may be called, or why there are none."""
+    """The result of a look-up: addresses that may be called, or why there are none. `renew_at`: from then on it is used
+    while one look-up renews it; after `ends_at` it is not used. `owner`: whose part of the cache it takes."""
 
-    at: float
+    renew_at: float
+    ends_at: float
+    owner: str
     addresses: tuple[str, ...] = ()
     refused: str | None = None
     failed: str | None = None
+    shortage: str | None = None  # never kept
 
 
 class Resolver:
     """Resolves names to allowed addresses, for HttpClient. Answers are cached, so that most calls need no DNS lookup.
 
     A fresh answer is used as it is. An older one is used too, while one lookup renews it. If **any** address of a name
-    is refused, the name is refused: which address is used depends on the order of the answers and on which connects,
-    and a target that works sometimes, or has a private address beside a public one, should always fail.
+    is refused, the name is refused: which address is used would otherwise depend on the order of the answers, and a
+    target that works sometimes, or has a private address beside a public one, should always fail.
+
+    Each caller has an `owner` (a namespace). An owner has a share of the look-ups that run at the same time, and the
+    names that it asks for replace its own names in a full cache, not those of others. A name that several ask for is
+    looked up once. A failure is kept for a short time, and at least for as long as the look-up took: a name whose
+    servers do not answer uses a thread at most half of the time.
     """
 
     def __init__(
@@ -159,30 +174,40 @@ class Resolver:
         fresh_ms: int = 30_000,
         stale_ms: int = 300_000,
         failed_ms: int = 2_000,
+        timeout_ms: int = 5_000,
         names_max: int = 10_000,
+        lookups_max: int = LOOKUPS_MAX,
     ) -> None:
         self._allowed = tuple(allowed)
-        self._lookup = lookup or _getaddrinfo
+        self._threads = LookupThreads() if lookup is None else None
+        self._lookup: Lookup = self._threads or lookup  # type: ignore[assignment]
         self._fresh_s, self._stale_s, self._failed_s = fresh_ms / 1_000, stale_ms / 1_000, failed_ms / 1_000
+        self._timeout_s = timeout_ms / 1_000
         self._names_max = names_max
         self._found: dict[str, _Found] = {}
+        self._names: dict[str, dict[str, None]] = {}  # those in _found by owner, the one looked up longest ago first
+        self._slots = LookupSlots(lookups_max)
         self._lookups: dict[str, asyncio.Task[_Found]] = {}
+        self._give_up_at: dict[str, float] = {}  # of these look-ups
 
-    async def __call__(self, host: str, port: int) -> Sequence[str]:
-        """Raises AddressRefused, or OSError if the name cannot be resolved."""
+    async def __call__(self, host: str, port: int, owner: str = "") -> Sequence[str]:
+        """Raises AddressRefused, OSError if the name cannot be resolved, or Shortage if it cannot be looked up now."""
         literal = literal_address(host)
         if literal is not None:
             return (self._checked(host, literal),)
         found = self._found.get(host)
-        age_s = asyncio.get_running_loop().time() - found.at if found is not None else 0.0
-        if found is None or age_s > (self._failed_s if found.failed else self._stale_s):
-            found = await asyncio.shield(self._look_up(host))
-        elif age_s > self._fresh_s:
-            self._look_up(host)
+        now = asyncio.get_running_loop().time()
+        if found is None or now > found.ends_at:
+            found = await self._wait_for(host, self._look_up(host, owner))
+        elif now > found.renew_at:
+            with contextlib.suppress(Shortage):  # the old answer is still good
+                self._look_up(host, owner)
         if found.refused is not None:
             raise AddressRefused(found.refused)
         if found.failed is not None:
             raise socket.gaierror(socket.EAI_NONAME, found.failed)
+        if found.shortage is not None:
+            raise Shortage(found.shortage, sent=False)
         return found.addresses
 
     async def close(self) -> None:
@@ -190,36 +215,86 @@ class Resolver:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        if self._threads is not None:
+            self._threads.close()
 
-    def _look_up(self, host: str) -> asyncio.Task[_Found]:
+    def _look_up(self, host: str, owner: str) -> asyncio.Task[_Found]:
         """At most one lookup of a name at a time. It returns failures as values, so no caller has to wait for it."""
         task = self._lookups.get(host)
         if task is None:
-            task = self._lookups[host] = asyncio.create_task(self._resolve(host))
-            task.add_done_callback(lambda _: self._lookups.pop(host, None))
+            if not self._slots.take(owner):
+                raise Shortage(
+                    f"too many names of namespace {owner!r} are being looked up; {host} has to wait", sent=False
+                )
+            task = self._lookups[host] = asyncio.create_task(self._resolve(host, owner))
+            self._give_up_at[host] = asyncio.get_running_loop().time() + self._timeout_s
+            task.add_done_callback(lambda _: self._looked_up(host, owner))
         return task
 
-    async def _resolve(self, host: str) -> _Found:
-        now = asyncio.get_running_loop().time()
+    def _looked_up(self, host: str, owner: str) -> None:
+        del self._lookups[host], self._give_up_at[host]
+        self._slots.release(owner)
+
+    async def _wait_for(self, host: str, task: asyncio.Task[_Found]) -> _Found:
+        """Its result, or a failure if it takes too long. It goes on then: a thread cannot be stopped, and its answer
+        is good for the next call."""
+        give_up_at = self._give_up_at[host]
+        left_s = give_up_at - asyncio.get_running_loop().time()
+        if left_s > 0:
+            await asyncio.wait((task,), timeout=left_s)
+        if task.done():
+            return task.result()
+        return _Found(give_up_at, give_up_at, "", failed=f"no answer within {self._timeout_s:g} s")
+
+    async def _resolve(self, host: str, owner: str) -> _Found:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        renew_at, ends_at = began + self._fresh_s, began + self._stale_s
         try:
             addresses = await self._lookup(host)
             checked = dict.fromkeys(self._checked(host, ip_address(text)) for text in addresses)
-            found = _Found(now, tuple(checked)) if checked else _Found(now, failed="the name has no address")
+            found = _Found(renew_at, ends_at, owner, tuple(checked))
+            if not checked:
+                found = self._failure(began, owner, "the name has no address")
         except AddressRefused as error:
-            found = _Found(now, refused=str(error))
+            found = _Found(renew_at, ends_at, owner, refused=str(error))
+        except Shortage as error:
+            return _Found(began, began, owner, shortage=error.reason)
         except (OSError, ValueError) as error:  # ValueError: a name that DNS does not allow
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            found = _Found(now, failed=reason)
+            if isinstance(error, OSError) and is_shortage(error):
+                return _Found(began, began, owner, shortage=f"{host} cannot be looked up: {reason}")
+            found = self._failure(began, owner, reason)
         self._remember(host, found)
         return found
 
+    def _failure(self, began: float, owner: str, reason: str) -> _Found:
+        now = asyncio.get_running_loop().time()
+        until = now + max(self._failed_s, min(now - began, _FAILED_MAX_S))
+        return _Found(until, until, owner, failed=reason)
+
     def _remember(self, host: str, found: _Found) -> None:
         known = self._found.get(host)
-        if found.failed and known is not None and known.addresses and found.at - known.at <= self._stale_s:
-            return  # a failure of DNS: the earlier answer is used until it is stale
-        if host not in self._found and len(self._found) >= self._names_max:
-            del self._found[next(iter(self._found))]
+        if known is not None:
+            if found.failed and known.addresses and asyncio.get_running_loop().time() <= known.ends_at:
+                # A failure of DNS: the earlier answer is used until it is stale.
+                found = msgspec.structs.replace(known, renew_at=found.renew_at)
+            else:
+                found = msgspec.structs.replace(found, owner=known.owner)
+        elif len(self._found) >= self._names_max:
+            self._forget_one()
         self._found[host] = found
+        names = self._names.setdefault(found.owner, {})
+        names.pop(host, None)
+        names[host] = None
+
+    def _forget_one(self) -> None:
+        owner = max(self._names, key=lambda owner: len(self._names[owner]))
+        names = self._names[owner]
+        host = next(iter(names))
+        del names[host], self._found[host]
+        if not names:
+            del self._names[owner]
 
     def _checked(self, host: str, address: Address) -> str:
         reason = refusal(address, self._allowed)
@@ -228,8 +303,3 @@ class Resolver:
             raise AddressRefused(f"{shown} {reason}, which delivery.allow_networks does not allow")
         inner = address.ipv4_mapped if isinstance(address, IPv6Address) else None
         return str(inner or address)
-
-
-async def _getaddrinfo(host: str) -> Sequence[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return [str(address[4][0]) for address in found]

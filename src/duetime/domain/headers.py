@@ -1,11 +1,11 @@
-"""The extra headers of a callback: which ones a timer may have. Pure."""
+"""The headers of a timer: their form, and which ones an HTTP callback may have. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-__all__ = ["HEADERS_BYTES_MAX", "HEADERS_MAX", "check_headers", "is_header_value"]
+__all__ = ["HEADERS_BYTES_MAX", "HEADERS_MAX", "check_header_form", "check_http_headers", "is_header_value"]
 
 HEADERS_MAX = 32
 HEADERS_BYTES_MAX = 8 * 1024  # as they are sent: "name: value" and a line end each
@@ -26,8 +26,9 @@ _CONNECTION_HEADERS = frozenset(
 )
 
 
-def check_headers(headers: Mapping[str, str]) -> None:
-    """Raise a ValueError for headers that a callback must not have. Its text continues after the name of the field."""
+def check_header_form(headers: Mapping[str, str]) -> None:
+    """Raise a ValueError for headers that no timer may have, whatever its target. Its text continues after the name of
+    the field."""
     if len(headers) > HEADERS_MAX:
         raise ValueError(f"must be at most {HEADERS_MAX}")
     if sum(len(name) + len(value) + 4 for name, value in headers.items()) > HEADERS_BYTES_MAX:
@@ -37,15 +38,22 @@ def check_headers(headers: Mapping[str, str]) -> None:
         if _NAME.fullmatch(name) is None:
             raise ValueError(f"must not have the name {_shown(name)}: not a header name of 1 to 128 characters")
         lower = name.lower()
-        if lower in _CONNECTION_HEADERS:
-            raise ValueError(f'must not have "{name}", which belongs to the connection')
-        if lower in _SET_BY_DUETIME or lower.startswith(_DUETIME_PREFIXES):
-            raise ValueError(f'must not have "{name}", which is reserved for Duetime')
         if not is_header_value(value):
             raise ValueError(f'must have a value for "{name}" of visible ASCII, with spaces only inside it')
         if lower in seen:
             raise ValueError(f'must not have "{name}" twice; upper and lower case are the same')
         seen.add(lower)
+
+
+def check_http_headers(headers: Mapping[str, str]) -> None:
+    """The same for the headers of an HTTP callback."""
+    check_header_form(headers)
+    for name in headers:
+        lower = name.lower()
+        if lower in _CONNECTION_HEADERS:
+            raise ValueError(f'must not have "{name}", which belongs to the connection')
+        if lower in _SET_BY_DUETIME or lower.startswith(_DUETIME_PREFIXES):
+            raise ValueError(f'must not have "{name}", which is reserved for Duetime')
 
 
 def is_header_value(text: str) -> bool:

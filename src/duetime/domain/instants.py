@@ -22,6 +22,7 @@ _EPOCH_DAY = date(1970, 1, 1).toordinal()
 _INSTANT = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,30}))?(?:([Zz])|([+-])(\d\d):(\d\d))", re.ASCII
 )
+_INSTANT_CHARS_MAX = 100  # a command may have a megabyte there
 _WITHOUT_OFFSET = re.compile(r"\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d(:\d\d(\.\d+)?)?)?", re.ASCII)
 
 
@@ -29,7 +30,7 @@ def parse_instant(text: str) -> int:
     """Milliseconds since 1970, rounded *up*: a timer never fires early."""
     match = _INSTANT.fullmatch(text)
     if match is None:
-        if _WITHOUT_OFFSET.fullmatch(text):
+        if len(text) <= _INSTANT_CHARS_MAX and _WITHOUT_OFFSET.fullmatch(text):
             raise ValueError('needs a time and an offset, as in "2027-01-01T09:00:00Z" or "…T09:00:00+01:00"')
         raise ValueError('must be an RFC 3339 instant such as "2027-01-01T09:00:00Z"')
     year, month, day, hour, minute, second, fraction, _, sign, offset_hour, offset_minute = match.groups()
@@ -66,10 +67,14 @@ _MILLISECOND_TEXT = [f"{millisecond:03d}Z" for millisecond in range(1_000)]
 
 def format_instant(milliseconds: int) -> str:
     """UTC with milliseconds, the format of all answers. Uses tables, because every answer has several instants."""
-    day, rest = divmod(milliseconds, 86_400_000)
-    minute, rest = divmod(rest, 60_000)
-    second, rest = divmod(rest, 1_000)
-    return _day_text(day) + _MINUTE_TEXT[minute] + _SECOND_TEXT[second] + _MILLISECOND_TEXT[rest]
+    return _until_second(milliseconds // 1_000) + _MILLISECOND_TEXT[milliseconds % 1_000]
+
+
+@lru_cache(maxsize=1_024)  # most instants are now, or a common delay from now
+def _until_second(seconds: int) -> str:
+    day, rest = divmod(seconds, 86_400)
+    minute, second = divmod(rest, 60)
+    return _day_text(day) + _MINUTE_TEXT[minute] + _SECOND_TEXT[second]
 
 
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}

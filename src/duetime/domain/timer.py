@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import zlib
+from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct as Packing
 from typing import Any, NamedTuple
@@ -14,12 +15,15 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from duetime.domain.wall_clock import Schedule, ScheduleState
+
 SECOND_MS = 1_000
 MINUTE_MS = 60 * SECOND_MS
 HOUR_MS = 60 * MINUTE_MS
 DAY_MS = 24 * HOUR_MS
 
 SHARDS_MAX = 16_384
+SHARDS_BY_SIZE = {"small": 16, "medium": 256, "large": 1_024, "xlarge": 4_096}
 ID_BYTES_MAX = 255
 
 # The format of the rows that this version writes. It never rewrites a row of a later format.
@@ -59,15 +63,23 @@ def uuid_of(namespace: str, *parts: str) -> tuple[int, int]:
 
     Every part but the last is prefixed with its length, so that ("a:b", "c") and ("a", "b:c") differ.
     """
-    digest = blake2b(digest_size=16)
-    last = namespace
-    for part in parts:
-        head = last.encode()
-        digest.update(_length.pack(len(head)) + head)
-        last = part
+    digest = _digest_of(namespace).copy()
+    *heads, last = parts
+    for head in heads:
+        digest.update(_with_length(head))
     digest.update(last.encode())
     high, low = _two_signed_longs.unpack(digest.digest())
     return high, low
+
+
+@lru_cache(maxsize=1_024)  # most timers are in one of a few namespaces
+def _digest_of(namespace: str) -> blake2b:
+    return blake2b(_with_length(namespace), digest_size=16)
+
+
+def _with_length(part: str) -> bytes:
+    data = part.encode()
+    return _length.pack(len(data)) + data
 
 
 def uuid_hex(high: int, low: int) -> str:
@@ -94,6 +106,25 @@ class Missed(Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True, re
     fail_if_late_by_ms: int | None = None
 
 
+_CLOCKS_DIFFER_MS = 60_000
+
+
+class CommandPosition(Struct, frozen=True, gc=False, array_like=True):
+    """Where a command stood in the stream of a message broker: with it a command that arrives late is recognised."""
+
+    stream: str  # the stream or partition in which commands have an order
+    sequence: int
+    at_ms: int  # when it was put into the stream
+
+    def is_after(self, other: CommandPosition) -> bool:
+        """Commands of different streams have no order: the one that arrives later counts as later. The time decides
+        where numbers start again, because a stream was deleted and created again: if it is later by more than the
+        clocks of publishers, which set it in Kafka, may differ."""
+        if self.stream != other.stream or self.sequence > other.sequence:
+            return True
+        return self.at_ms > other.at_ms + _CLOCKS_DIFFER_MS
+
+
 class Extras(Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """The rarely used part of a timer: one JSON column. Its names are short because millions of them are stored."""
 
@@ -105,12 +136,23 @@ class Extras(Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     last_attempt_at_ms: int | None = msgspec.field(default=None, name="l")
     late_by_ms: int | None = msgspec.field(default=None, name="b")
     last_error: str | None = msgspec.field(default=None, name="e")
-    # Fields that a later version adds are stored here. This version does not know them, and keeps them (ADR 11).
-    later: dict[str, Any] | None = msgspec.field(default=None, name="x")
+    flow_key: str | None = msgspec.field(default=None, name="k")  # None: the URL without its query
+    command: CommandPosition | None = msgspec.field(default=None, name="c")  # of a broker, which wrote this timer last
+    # Fields that a later version adds are stored here. This version does not know them, and keeps them (ADR 11). With a
+    # schedule or a pause it is an array, so that a version that would ignore them does not fire the timer (ADR 39).
+    later: dict[str, Any] | ScheduleState | None = msgspec.field(default=None, name="x")
 
     def asked_for(self, occurrence: int = 0) -> Extras:
         """Only what the user has asked for, without anything about attempts."""
-        return Extras(headers=self.headers, tags=self.tags, missed=self.missed, occurrence=occurrence, later=self.later)
+        return Extras(
+            headers=self.headers,
+            tags=self.tags,
+            missed=self.missed,
+            occurrence=occurrence,
+            flow_key=self.flow_key,
+            command=self.command,
+            later=self.later,
+        )
 
 
 NO_EXTRAS = Extras()
@@ -137,11 +179,23 @@ class Timer(Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def key(self) -> TimerKey:
-        return TimerKey(self.namespace, self.timer_id)
+        # Asked for several times for each write: this leaves out the constructor, which is a function in Python.
+        return tuple.__new__(TimerKey, (self.namespace, self.timer_id))
 
     @property
     def position(self) -> Position:
-        return Position(self.execute_at_ms, self.uuid_high, self.uuid_low)
+        return tuple.__new__(Position, (self.execute_at_ms, self.uuid_high, self.uuid_low))
+
+    @property
+    def late_from_ms(self) -> int:
+        """From when on the server is late with it: the requested time, but not before the timer existed. A time in the
+        past, or a command that arrived late, is not the server's lateness."""
+        return max(self.scheduled_at_ms, self.created_at_ms)
+
+    @property
+    def flow_key(self) -> str:
+        """The flow of the timer in its namespace: limits, breaker and pause are per flow."""
+        return self.extras.flow_key or self.callback_url.partition("?")[0]
 
     @property
     def delivery_id(self) -> str:
@@ -205,6 +259,14 @@ class Verdict(enum.StrEnum):
     ALREADY_REACHED = "alreadyReached"
 
 
+class FlowLimits(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="camel"):
+    """What the operator has set for one flow. None: the server's default."""
+
+    rate: float | None = None  # calls per second, in the whole cluster
+    concurrency: int | None = None  # calls in flight at once, in the whole cluster
+    paused: bool = False
+
+
 class Namespace(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="camel"):
     """A scope of timer ids, and the defaults of its timers. `num_shards` never changes, not even if the namespace is
     deleted and created again."""
@@ -222,7 +284,11 @@ class Namespace(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="c
     delivered_retention_ms: int = DAY_MS
     failed_retention_ms: int = 30 * DAY_MS
     payload_bytes_max: int | None = None
+    creates_per_second: int | None = None  # None: the server's default
+    requests_per_second: int | None = None  # None: the server's default
     signing_secrets: tuple[str, ...] = ()
+    paused: bool = False  # none of its timers fires
+    flows: dict[str, FlowLimits] = {}  # by flow key, those that differ from the default
     later: dict[str, Any] | None = None  # as in Extras
 
     def retention_ms(self, outcome: Outcome) -> int:
@@ -233,12 +299,14 @@ class Namespace(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="c
 
 
 class TimerSpec(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """A create: everything about a timer that the user decides. Exactly one of `execute_at_ms` and `delay_ms`."""
+    """A create: everything about a timer that the user decides. Exactly one of `execute_at_ms`, `delay_ms` and
+    `schedule`: an instance of a version without schedules refuses the create, because it finds no time."""
 
     namespace: str
     timer_id: str
     execute_at_ms: int | None = None
     delay_ms: int | None = None
+    schedule: Schedule | None = None
     callback_url: str | None = None
     payload: str | None = None
     retry_policy: RetryPolicy | None = None
@@ -247,14 +315,26 @@ class TimerSpec(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True)
     headers: dict[str, str] | None = None
     tags: tuple[str, ...] = ()
     missed: Missed | None = None
+    flow_key: str | None = None
     if_absent: bool = False
+    ignore_reached: bool = False  # `ifReached: "ignore"`: a timer that is over is not created again
+    command: CommandPosition | None = None  # of a broker's command; only together with `ignore_reached`
+    says_existed: bool = False  # `ifAbsent` or `ifReached` was given: the answer says whether the timer existed
+
+
+# A version that knows neither schedules nor pauses ignores these fields of a patch. With this delay it refuses the
+# patch, which is then certainly not applied; a version that knows them ignores the delay.
+NOT_BY_OLDER_VERSIONS_MS = 10**15
 
 
 class TimerPatch(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """An update: UNSET keeps the stored value, None sets the default."""
+    """An update: UNSET keeps the stored value, None sets the default. With `schedule` or `paused`, `delay_ms` is
+    NOT_BY_OLDER_VERSIONS_MS if there is no new time."""
 
     execute_at_ms: int | UnsetType = UNSET
     delay_ms: int | UnsetType = UNSET
+    schedule: Schedule | UnsetType | None = UNSET
+    paused: bool | UnsetType = UNSET  # alone: `timers/pause` and `timers/resume`
     callback_url: str | UnsetType | None = UNSET
     payload: str | UnsetType | None = UNSET
     retry_policy: RetryPolicy | UnsetType | None = UNSET
@@ -263,16 +343,18 @@ class TimerPatch(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True
     headers: dict[str, str] | UnsetType | None = UNSET
     tags: tuple[str, ...] | UnsetType | None = UNSET
     missed: Missed | UnsetType | None = UNSET
+    flow_key: str | UnsetType | None = UNSET
 
 
 class TimerFilter(Struct, frozen=True, kw_only=True):
-    namespace: str
+    namespace: str | None  # None: all of them; only together with a correlation id
     state: State | None = None  # None: the scheduled ones first, then the reached ones
     due_from_ms: int | None = None
     due_until_ms: int | None = None
     tag: str | None = None
     id_prefix: str | None = None
     correlation_id: str | None = None
+    payloads: bool = True  # False: the timers of the answer have no payloads
     limit: int = 100
     cursor: str | None = None
 
@@ -289,6 +371,8 @@ class NamespaceSpec(Struct, frozen=True, kw_only=True):
     delivered_retention_ms: int | UnsetType = UNSET
     failed_retention_ms: int | UnsetType = UNSET
     payload_bytes_max: int | UnsetType | None = UNSET
+    creates_per_second: int | UnsetType | None = UNSET
+    requests_per_second: int | UnsetType | None = UNSET
     signing_secrets: tuple[str, ...] | UnsetType = UNSET
 
 
@@ -298,7 +382,7 @@ class NamespaceSpec(Struct, frozen=True, kw_only=True):
 class Created(Struct, frozen=True, gc=False):
     view: TimerView
     replaced: bool | None  # None: unknown; the timer is stored, but the answer of the store was lost
-    existed: bool = False  # `ifAbsent` found the timer: nothing was created
+    existed: bool = False  # the timer was found, and nothing was changed: `ifAbsent`, `ifReached`, or a late command
 
 
 class Updated(Struct, frozen=True, gc=False):

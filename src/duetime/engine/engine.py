@@ -17,6 +17,8 @@ from duetime.config import Config
 from duetime.delivery import Deliverer
 from duetime.engine.counters import Counters
 from duetime.engine.fire_loop import FireLoop
+from duetime.engine.flow_allowances import FlowAllowances
+from duetime.engine.flow_homes import FlowHomes
 from duetime.engine.group_commit import BatchedReader, GroupCommit
 from duetime.engine.look_ahead import LookAhead
 from duetime.engine.namespaces import Namespaces
@@ -52,12 +54,14 @@ class Engine:
     ) -> None:
         rng = rng or random.SystemRandom()
         store = guarded(store)
-        counters = Counters(config.engine.writes_waiting_max)
+        counters = Counters(config.engine.writes_waiting_max, config.engine.write_bytes_waiting_max)
         self.telemetry = telemetry
         self.clock = clock
         self.counters = counters
         self.namespaces = Namespaces(store, clock)
-        self.membership = Membership(store, clock, config.engine, telemetry, rng, address)
+        self.membership = Membership(
+            store, clock, config.engine, telemetry, rng, address, tls=bool(config.server.tls_certificate)
+        )
         self.lookup = BatchedReader(store)
         self.ownership = ownership(
             config,
@@ -77,12 +81,24 @@ class Engine:
             self.membership,
             deliverer,
             telemetry,
-            rng,
+            random.Random(rng.getrandbits(64)),  # for jitter: cheaper than the generator for nonces and ids
             self.namespaces,
             lambda: self._spawn_once(self._read_namespaces),
             congested=lambda: counters.unsettled >= _UNSETTLED_MAX,
         )
+        self.namespaces.on_change = self.fire_loop.apply_limits
         self.look_ahead = LookAhead(store, config.engine, self.membership, self.fire_loop, self.shards, counters)
+        self.flow_homes = FlowHomes(config.delivery, self.membership, self.namespaces, self.shards, clock)
+        self.flow_allowances = FlowAllowances(
+            self.flow_homes,
+            self.fire_loop.flow,
+            self.membership,
+            self.namespaces,
+            lambda: self.ownership.rows,
+            clock,
+            spawn=self._spawn,
+        )
+        self.fire_loop.flow.divide_limits(self.flow_allowances.need, clock.boot_ms)
         self.started = False
         self.stopping = False
         self.failed = asyncio.Event()  # an internal error has stopped the engine
@@ -118,9 +134,8 @@ class Engine:
         telemetry.clock_skew_seconds.read = lambda: self.membership.skew_ms / 1_000
         telemetry.clock_error_seconds.read = lambda: self.membership.clock_error_ms / 1_000
         telemetry.unreadable.read = lambda: self.unreadable
-        telemetry.oldest_due_seconds.read = lambda: (
-            (self.fire_loop.oldest_due_ms(self.membership.now_ms()) or 0) / 1_000
-        )
+        telemetry.oldest_due_seconds.read = lambda: (self.oldest_due_ms() or 0) / 1_000
+        telemetry.backlogs.read = lambda: self.look_ahead.backlogs
 
     # --- lifecycle --------------------------------------------------------------------------------
 
@@ -132,6 +147,7 @@ class Engine:
         for group_commit in self._group_commits:
             self._spawn(group_commit.run())
         self._spawn(self.look_ahead.run())
+        self._spawn(self.flow_allowances.run())
         self._spawn(self._heartbeats())  # before the claims, which may take longer than the lease
         try:
             await self.balance()
@@ -184,6 +200,17 @@ class Engine:
         return None
 
     @property
+    def paused(self) -> bool:
+        """Are no deliveries started, because the operator has paused them?"""
+        return self.fire_loop.flow.paused
+
+    def pause(self) -> None:
+        self.fire_loop.pause()
+
+    def resume(self) -> None:
+        self.fire_loop.resume()
+
+    @property
     def broken(self) -> bool:
         return self.failed.is_set()
 
@@ -200,6 +227,12 @@ class Engine:
     def unreadable(self) -> int:
         """Stored timers of our shards that cannot be decoded, as far as they have been read."""
         return sum(len(shard.unreadable) for shard in self.shards.values())
+
+    def oldest_due_ms(self) -> int | None:
+        """For how long the earliest due timer has been waiting, in memory or in a backlog. None: no timer is due."""
+        now_ms = self.membership.now_ms()
+        ages = (self.fire_loop.oldest_due_ms(now_ms), self.look_ahead.oldest_in_backlog_ms(now_ms))
+        return max((age for age in ages if age is not None), default=None)
 
     def new_id(self) -> str:
         return f"{self._rng.getrandbits(64):016x}"
@@ -240,6 +273,9 @@ class Engine:
 
     def disarm(self, entry: Entry) -> None:
         self.fire_loop.disarm(entry)
+
+    def discard(self, entry: Entry) -> None:
+        self.fire_loop.discard(entry)
 
     def add_weight(self, weight: int) -> None:
         self.look_ahead.add_weight(weight)
@@ -312,8 +348,7 @@ class Engine:
             now_ms = self.clock.boot_ms()
             for shard in list(self.shards.values()):
                 shard.expire(now_ms - self._config.engine.write_timeout.ms)
-            self.fire_loop.flow.measure()
-            self.fire_loop.flow.resume()
+            self.fire_loop.flow.sweep()
             self.look_ahead.reduce_memory()
             self.look_ahead.find_shards_to_load()
             self.fire_loop.wake()

@@ -1,22 +1,23 @@
-"""The fire loop: one heap of integers and one wake-up for the whole instance, and what happens to a due timer.
+"""The fire loop: when timers are due, one wake-up for the whole instance, and what happens to a due timer.
 
-A ticket is `execute_at_ms << 32 | counter`, so the heap compares plain integers, and timers of the same millisecond
-fire in the order they were armed. A ticket that is no longer in `_armed` is skipped when it is popped.
+Each namespace has a heap of tickets (`due_heaps.py`), so that many timers of one that are due at the same instant do
+not delay those of others. A ticket is `execute_at_ms << 32 | counter`: the heaps compare plain integers, and timers of
+the same millisecond fire in the order they were armed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import random
 from collections.abc import Callable
 
 from duetime.cluster.membership import Membership
 from duetime.config import Delivery
 from duetime.delivery import Attempt, Deliverer
-from duetime.domain.settle import AttemptResult, Contact, Settlement, armed_at, missed, settle
+from duetime.domain.settle import NO_ATTEMPT, AttemptResult, Contact, Settlement, armed_at, caught_up, missed, settle
 from duetime.domain.timer import Namespace, Outcome
-from duetime.engine.flow import Flow
+from duetime.engine.due_heaps import COUNTER_BITS, DueHeaps
+from duetime.engine.flow import FlowControl
 from duetime.engine.namespaces import Namespaces
 from duetime.engine.shard import Entry, Phase, ShardState
 from duetime.errors import NotFound
@@ -24,8 +25,7 @@ from duetime.telemetry import FailureLog, Telemetry, log
 
 __all__ = ["FireLoop", "Firing"]
 
-_COUNTER_BITS = 32
-_COUNTER_MASK = (1 << _COUNTER_BITS) - 1
+_COUNTER_MASK = (1 << COUNTER_BITS) - 1
 _FIRED_PER_WAKE_UP = 256
 _SWEEP_SECONDS = 1.0
 _SPREAD_SECONDS = 30.0  # over which the new due times of parked timers of an unknown namespace are spread
@@ -55,9 +55,11 @@ class Firing:
             return None
         if not self.begun:
             self.begun = True
+            # A write that was not applied after all may have queued the timer again while this call was being made.
+            loop.flow.discard(entry.ticket)
             loop.telemetry.attempts.value += 1
             if not entry.timer.attempts:
-                loop.telemetry.lateness.observe((now_ms - entry.timer.scheduled_at_ms) / 1_000)
+                loop.telemetry.lateness.observe(max(now_ms - entry.timer.late_from_ms, 0) / 1_000)
         return now_ms
 
 
@@ -76,7 +78,7 @@ class FireLoop:
         self.membership = membership
         self.telemetry = telemetry
         self.stopped = False
-        self.flow: Flow[Firing] = Flow(
+        self.flow: FlowControl[Firing] = FlowControl(
             config,
             deliver=self._deliver,
             wanted=lambda firing: firing.entry.phase is _QUEUED and firing.entry.shard.state is _OPEN,
@@ -84,16 +86,17 @@ class FireLoop:
             congested=congested,
         )
         self._deliverer = deliverer
+        self._rearm_interval_min_ms = config.rearm_interval_min.ms
         self._rng = rng
         self._namespaces = namespaces
         self._read_namespaces = read_namespaces
-        self._without_namespace: list[Entry] = []  # due, but their namespace has to be read first
+        self._without_namespace: dict[int, Entry] = {}  # by ticket: due, but their namespace has to be read first
+        self._being_read: dict[int, Entry] = {}  # the same while their namespaces are read
         self._unknown_namespace_log = FailureLog(
             "due timers are held because their namespace is not known",
             "the namespaces of all due timers are known again",
         )
-        self._heap: list[int] = []
-        self._armed: dict[int, Entry] = {}
+        self._due: DueHeaps[Entry] = DueHeaps()
         self._counter = 0
         self._loop = asyncio.get_running_loop()
         self._wake_at = float("inf")
@@ -103,34 +106,45 @@ class FireLoop:
 
     def arm(self, entry: Entry) -> None:
         self._counter = (self._counter + 1) & _COUNTER_MASK
-        ticket = entry.ticket = entry.timer.execute_at_ms << _COUNTER_BITS | self._counter
-        self._armed[ticket] = entry
-        heap = self._heap
-        heapq.heappush(heap, ticket)
-        if heap[0] == ticket:
-            self._wake_for(entry.timer.execute_at_ms)
+        timer = entry.timer
+        ticket = entry.ticket = timer.execute_at_ms << COUNTER_BITS | self._counter
+        if self._due.add(ticket, timer.namespace, entry):
+            self._wake_for(timer.execute_at_ms)
 
     def disarm(self, entry: Entry) -> None:
-        self._armed.pop(entry.ticket, None)
-        if len(self._heap) > 2 * len(self._armed) + 1_000:
-            self._heap = list(self._armed)
-            heapq.heapify(self._heap)
+        if not self._due.remove(entry.ticket, entry.timer.namespace):
+            self._without_namespace.pop(entry.ticket, None)
+            self._being_read.pop(entry.ticket, None)
+
+    def discard(self, entry: Entry) -> None:
+        """A queued timer was deleted, replaced, or its shard drains or was dropped: it must not wait in its flow."""
+        self.flow.discard(entry.ticket)
 
     def armed_tickets(self) -> list[int]:
-        return list(self._armed)
+        return self._due.tickets()
 
     def oldest_due_ms(self, now_ms: int) -> int | None:
-        """For how long the earliest due timer has been waiting: in the heap, for its namespace, or for its destination.
+        """For how long the earliest due timer has been waiting: until it is fired, for its namespace, or in its flow.
         None: no timer is due."""
-        while self._heap and self._heap[0] not in self._armed:
-            heapq.heappop(self._heap)
-        oldest_ms = self._heap[0] >> _COUNTER_BITS if self._heap else now_ms
-        for firing in self.flow.oldest_waiting():
-            if firing.entry.phase is _QUEUED:
-                oldest_ms = min(oldest_ms, firing.entry.timer.execute_at_ms)
-        for entry in self._without_namespace[:1]:  # in the order they became due
-            oldest_ms = min(oldest_ms, entry.timer.execute_at_ms)
+        held = (min(tickets, default=None) for tickets in (self._without_namespace, self._being_read))
+        tickets = (self._due.first(), self.flow.oldest_ticket(), *held)
+        oldest = min((ticket for ticket in tickets if ticket is not None), default=None)
+        oldest_ms = now_ms if oldest is None else oldest >> COUNTER_BITS
         return now_ms - oldest_ms if oldest_ms < now_ms else None
+
+    def apply_limits(self) -> None:
+        """The namespaces were read or changed: their limits and pauses hold from now on."""
+        for namespace in self._namespaces.cached():
+            self.flow.set_limits(namespace)
+
+    # --- pause ------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Start no deliveries until `resume`. Those in flight go on; due timers are held."""
+        self.flow.set_paused(True)
+
+    def resume(self) -> None:
+        self.flow.set_paused(False)
 
     # --- the wake-up ------------------------------------------------------------------------------
 
@@ -155,19 +169,13 @@ class FireLoop:
         self._waker = None
         if self.stopped:
             return
-        heap, armed = self._heap, self._armed
         if self.membership.may_fire():
             now_ms = self.membership.now_ms()
-            due_before = (now_ms + 1) << _COUNTER_BITS
-            for _ in range(_FIRED_PER_WAKE_UP):
-                if not heap or heap[0] >= due_before:
-                    break
-                entry = armed.pop(heapq.heappop(heap), None)
-                if entry is not None:
-                    self._try_fire(entry, now_ms)
-            heap = self._heap
-            if heap:
-                self._wake_for(heap[0] >> _COUNTER_BITS)
+            for entry in self._due.pop_due((now_ms + 1) << COUNTER_BITS, _FIRED_PER_WAKE_UP):
+                self._try_fire(entry, now_ms)
+            following = self._due.next_ticket()
+            if following is not None:
+                self._wake_for(following >> COUNTER_BITS)
 
     def stop(self) -> None:
         """Start no more deliveries; those in flight go on."""
@@ -199,24 +207,24 @@ class FireLoop:
             # Not read yet, or created again since the last read. Without its secrets and its policy nothing is sent.
             self._hold(entry)
             return
-        if timer.extras.missed is not None:
+        if timer.extras.missed is not None or timer.extras.later is not None:
             settlement = missed(timer, namespace, now_ms)
             if settlement is not None:
                 self._count_outcome(settlement)
                 shard.settle_without_attempt(entry, settlement)
                 return
         entry.phase = _QUEUED
-        firing = Firing(entry, namespace, self)
-        self.flow.submit(firing, self._deliverer.destination(timer.callback_url), timer.namespace)
+        origin = self._deliverer.origin(timer.callback_url)
+        self.flow.submit(Firing(entry, namespace, self), entry.ticket, timer.namespace, timer.flow_key, origin)
 
     def _hold(self, entry: Entry) -> None:
-        self._without_namespace.append(entry)
+        self._without_namespace[entry.ticket] = entry
         self._read_namespaces()
 
     @property
     def waiting(self) -> int:
-        """Due timers that wait for their destination, or for their namespace to be read."""
-        return self.flow.waiting + len(self._without_namespace)
+        """Due timers that are held, or wait for their namespace to be read."""
+        return self.flow.waiting + len(self._without_namespace) + len(self._being_read)
 
     @property
     def holds_any(self) -> bool:
@@ -224,22 +232,23 @@ class FireLoop:
         return bool(self._without_namespace)
 
     def take_held(self) -> list[Entry]:
-        """Returns those timers and removes them. The caller reads the namespaces and then calls `fire_held`."""
-        held, self._without_namespace = self._without_namespace, []
-        return held
+        """Returns those timers. The caller reads the namespaces and then calls `fire_held` with them."""
+        held, self._without_namespace = self._without_namespace, {}
+        self._being_read.update(held)
+        return list(held.values())
 
     def fire_held(self, entries: list[Entry], *, reread: bool) -> None:
         """`reread`: the namespaces were read after these timers were taken. Timers of unknown namespaces stay held."""
         reread = reread and self.membership.may_fire()
         unknown: set[str] = set()
         for entry in entries:
-            if entry.phase is not Phase.ARMED:
+            if self._being_read.pop(entry.ticket, None) is None:
                 continue  # it was replaced or deleted, or its shard was dropped
             if reread and self._namespaces.known(entry.timer.namespace) is not None:
                 self._try_fire(entry, self.membership.now_ms(), reread=True)
             else:
                 unknown.add(entry.timer.namespace)
-                self._without_namespace.append(entry)
+                self._without_namespace[entry.ticket] = entry
         if unknown:
             names = ", ".join(map(repr, sorted(unknown)[:10]))
             self._unknown_namespace_log.failed(NotFound(names), self.membership.boot_ms())
@@ -265,8 +274,10 @@ class FireLoop:
     async def _deliver(self, firing: Firing) -> AttemptResult:
         entry = firing.entry
         timer, fence = entry.timer, firing.fence
-        # It may have waited long for its destination: use the settings as they are now.
+        # It may have been held for long: use the settings as they are now.
         firing.namespace = self._namespaces.known(timer.namespace) or firing.namespace
+        if timer.extras.later is not None and self._is_caught_up(firing):
+            return AttemptResult(Contact.NOT_SENT)
         attempt = Attempt(timer, firing.namespace, f"{fence.shard_id}.{fence.version}", firing.begin)
         try:
             return await self._deliverer.deliver(attempt)
@@ -274,11 +285,27 @@ class FireLoop:
             log.exception("unexpected error while delivering timer %r of namespace %r", timer.timer_id, timer.namespace)
             return AttemptResult(Contact.BROKEN, error=f"internal: {error!r}")
 
+    def _is_caught_up(self, firing: Firing) -> bool:
+        """Has the occurrence given way to a later one, while the timer waited in its flow?"""
+        entry, shard = firing.entry, firing.entry.shard
+        if entry.phase is not _QUEUED or shard.state is not _OPEN or shard.recovering or not self.membership.may_fire():
+            return False
+        settlement = caught_up(entry.timer, firing.namespace, self.membership.now_ms())
+        if settlement is None:
+            return False
+        self._count_outcome(settlement)
+        shard.settle_without_attempt(entry, settlement)
+        return True
+
     def _attempt_done(self, firing: Firing, result: AttemptResult) -> None:
         entry = firing.entry
         shard, timer = entry.shard, entry.timer
         self.telemetry.attempt_results.add(result.contact.value)
-        if result.contact is Contact.NOT_SENT:
+        if not firing.begun:
+            # A write that was not applied may have made the timer due again, while this call was not begun yet.
+            self.flow.discard(entry.ticket)
+        if result.contact in NO_ATTEMPT:
+            # After a shortage its flow waits for a moment, and with it this timer; while a broker is away, its origin.
             shard.not_sent(entry, begun=firing.begun)
             return
         now_ms = self.membership.now_ms()
@@ -291,7 +318,8 @@ class FireLoop:
             firing.namespace,
             started_at_ms=entry.started_at_ms,
             now_ms=max(now_ms, entry.started_at_ms),
-            jitter=self._rng.random(),
+            jitter=self._rng.random,
+            rearm_interval_min_ms=self._rearm_interval_min_ms,
         )
         if shard.settle(entry, settlement):
             self._count_outcome(settlement)
@@ -306,24 +334,21 @@ class FireLoop:
     # --- parking ----------------------------------------------------------------------------------
 
     def park(self, count: int) -> int:
-        """Park up to `count` due timers whose destination will not be called with them soon: put them back to the
-        store, due later. Returns how many.
+        """Park up to `count` held timers that will not be called soon: put them back to the store, due
+        later. Returns how many.
 
-        No attempt is spent. The more timers of a destination are parked, the wider their new due times are spread.
+        No attempt is spent. The more timers of a flow are parked, the wider their new due times are spread.
         """
         parked = 0
         now_ms = self.membership.now_ms()
         for firing, spread_seconds in self.flow.remove_waiting(count):
-            entry = firing.entry
-            if entry.phase is not _QUEUED:
-                continue
-            self._park(entry, now_ms, spread_seconds)
-            parked += 1
-        while self._without_namespace and parked < count:
-            entry = self._without_namespace.pop()  # the newest first
-            if entry.phase is Phase.ARMED:
-                self._park(entry, now_ms, _SPREAD_SECONDS)
+            if firing.entry.phase is _QUEUED:
+                self._park(firing.entry, now_ms, spread_seconds)
                 parked += 1
+        while self._without_namespace and parked < count:
+            _, entry = self._without_namespace.popitem()  # the newest first
+            self._park(entry, now_ms, _SPREAD_SECONDS)
+            parked += 1
         self.telemetry.parked.value += parked
         return parked
 

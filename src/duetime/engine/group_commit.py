@@ -24,6 +24,7 @@ _PAUSE_FIRST_SECONDS = 0.02
 _PAUSE_MAX_SECONDS = 1.0
 _LOW_WATER_EVERY_MS = 10_000
 _KEYS_PER_READ = 500
+_ROWS_OF_SHARD_MIN = 16  # of one shard in a commit that many shards share, so that a commit does not name too many
 
 
 class GroupCommit:
@@ -76,7 +77,7 @@ class GroupCommit:
     def _next_batches(self) -> list[tuple[Shard, Batch]]:
         rows_left, chars_left = self._store.capabilities.batch_max, self._store.capabilities.batch_chars_max
         taken: list[tuple[Shard, Batch]] = []
-        for _ in range(len(self._queue)):
+        for shards_left in range(len(self._queue), 0, -1):
             if rows_left <= 0 or chars_left <= 0:
                 break
             shard = self._queue[0]
@@ -86,7 +87,13 @@ class GroupCommit:
             self._in_queue.discard(shard)
             if shard in self._paused:
                 continue  # it is enqueued again when its pause ends
-            batch = shard.next_batch(min(rows_left, self._rows_max.get(shard, rows_left)), chars_left)
+            rows_max, chars_max = min(rows_left, self._rows_max.get(shard, rows_left)), chars_left
+            if shard.is_contended:
+                # The shards share the commit: the writes of one namespace in one shard must not delay those of another
+                # namespace in another shard.
+                rows_max = min(rows_max, max(_ROWS_OF_SHARD_MIN, rows_left // shards_left))
+                chars_max = max(1, chars_left // shards_left)
+            batch = shard.next_batch(rows_max, chars_max)
             if batch is None:
                 continue  # dropped, or recovering: then it is enqueued again when the recovery ends
             if shard.pending:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import msgspec
 
 from duetime.clock import Clock
@@ -10,7 +12,7 @@ from duetime.errors import Conflict, InvalidField, NotFound, OutcomeUnknown, Sto
 from duetime.single_flight import SingleFlight
 from duetime.store import Store
 
-__all__ = ["DEFAULT_NAMESPACE", "FRESH_FOR_MS", "Namespaces"]
+__all__ = ["DEFAULT_NAMESPACE", "FRESH_FOR_MS", "Namespaces", "no_namespace"]
 
 DEFAULT_NAMESPACE = "default"
 # A create is accepted only if the namespaces were read less than this ago. The deletion of a namespace waits for
@@ -18,6 +20,10 @@ DEFAULT_NAMESPACE = "default"
 FRESH_FOR_MS = 3_000
 _DELETION_ENDS_MS = 30_000
 _READ_AGAIN_AFTER_S = 0.05  # requests with wrong names must not overload the store
+
+
+def no_namespace(name: str) -> NotFound:
+    return NotFound(f"There is no namespace {name!r}", field="namespace", code="namespace_not_found")
 
 
 class Namespaces:
@@ -32,6 +38,7 @@ class Namespaces:
         self._deleting: dict[
             str, tuple[int, int]
         ] = {}  # by name: the revision that is marked for deletion, and when it was seen first
+        self.on_change: Callable[[], None] = lambda: None  # called when the cache has changed
         self._single_refresh = SingleFlight(self.refresh, pause_s=_READ_AGAIN_AFTER_S)
 
     async def refresh(self) -> None:
@@ -47,6 +54,7 @@ class Namespaces:
         by_name.update((name, self._by_name[name]) for name in self._written)
         self._by_name = by_name
         self._fresh_until_ms = began_ms + FRESH_FOR_MS
+        self.on_change()
 
     async def reread(self) -> None:
         """Read the namespaces; the read begins after this call. Callers that ask at the same time share it."""
@@ -69,6 +77,10 @@ class Namespaces:
         Does not wait."""
         return self._by_name.get(name)
 
+    def cached(self) -> Iterable[Namespace]:
+        """All namespaces in the cache, deleted ones too. Does not wait."""
+        return self._by_name.values()
+
     def all_known(self) -> list[Namespace]:
         """All namespaces in the cache except deleted ones. Does not wait."""
         return [namespace for namespace in self._by_name.values() if not namespace.deleted]
@@ -82,7 +94,7 @@ class Namespaces:
             await self._single_refresh()  # another instance may have created it a moment ago
             namespace = self._by_name.get(name)
         if namespace is None or namespace.deleted:
-            raise NotFound(f"There is no namespace {name!r}", field="namespace", code="namespace_not_found")
+            raise no_namespace(name)
         return namespace
 
     async def get_for_create(self, name: str) -> Namespace:
@@ -159,4 +171,5 @@ class Namespaces:
         self._by_name[namespace.name] = namespace
         self._events += 1
         self._written[namespace.name] = self._events
+        self.on_change()
         return namespace

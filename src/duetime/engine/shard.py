@@ -2,7 +2,7 @@
 
 A Shard is the only place where the timers of a shard change. It holds, per timer:
 
-- an `Entry` in memory, for every timer whose position is within the horizon, and for no other;
+- an `Entry` in memory, for every timer that is within its `Window`, and for no other;
 - at most one `PendingWrite` that waits for the next commit, and one in the commit in flight. A later write of the same
   timer is merged into the waiting one, so a batch never names a timer twice.
 
@@ -18,27 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Final
 
 from duetime.domain.settle import Settlement
-from duetime.domain.timer import BEFORE_ALL, Position, Reached, Timer, TimerKey
-from duetime.engine.counters import Counters
-from duetime.engine.pending_write import PendingWrite, Waiter, WriteResult
+from duetime.domain.timer import Position, Reached, Timer, TimerKey
+from duetime.engine.entry import Entry, Phase
+from duetime.engine.pending_write import PendingWrite, Waiter, WriteResult, in_turns
+from duetime.engine.shard_host import ShardHost, ShardState
+from duetime.engine.unreadable_rows import UnreadableRows
+from duetime.engine.window import Load, Window, end_of
 from duetime.errors import Busy, DuetimeError, NotOwner, OutcomeUnknown, StoreUnavailable
-from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable
-from duetime.telemetry import log
+from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow
 
 __all__ = ["UNKNOWN", "Entry", "Phase", "Shard", "ShardHost", "ShardState", "Unknown", "end_of"]
-
-_HIGHEST: Final = 2**63 - 1
-_UNREADABLE_MAX: Final = 1_000
-
-
-def end_of(execute_at_ms: int) -> Position:
-    """The last position of a millisecond."""
-    return Position(execute_at_ms, _HIGHEST, _HIGHEST)
 
 
 class Unknown(enum.Enum):
@@ -50,73 +44,12 @@ class Unknown(enum.Enum):
 UNKNOWN: Final = Unknown.UNKNOWN
 
 
-class Phase(enum.Enum):
-    """Of a timer in memory."""
-
-    ARMED = 0  # in the heap
-    QUEUED = 1  # due, waiting for its destination
-    SENDING = 2  # in flight
-    SETTLING = 3  # its settlement waits for a commit
-    WRITING = 4  # it does not fire: a write of it waits for a commit, or its key is locked, or the shard recovers
-    GONE = 5  # replaced, deleted, or its shard was dropped
-
-
 # Looking up an enum member through its class costs as much as the comparison it is for.
 _ARMED, _QUEUED, _SENDING = Phase.ARMED, Phase.QUEUED, Phase.SENDING
 _SETTLING, _WRITING, _GONE = Phase.SETTLING, Phase.WRITING, Phase.GONE
 
 
-class ShardState(enum.IntEnum):
-    """How far the release of a shard has gone. It only moves forward, and may skip states.
-
-    A recovery is independent of it (`Shard.recovering`): a shard that drains may have to recover as well.
-    """
-
-    OPEN = 0  # accepts writes and fires
-    DRAINING = 1  # starts no delivery, still accepts writes
-    CLOSING = 2  # accepts no writes either
-    DROPPED = 3  # owned by another instance, or free: nothing of it is in memory
-
-
 _OPEN, _DRAINING, _CLOSING, _DROPPED = ShardState.OPEN, ShardState.DRAINING, ShardState.CLOSING, ShardState.DROPPED
-
-
-class Entry:
-    """A timer in memory."""
-
-    __slots__ = ("deferred_settlement", "phase", "shard", "started_at_ms", "ticket", "timer")
-
-    def __init__(self, timer: Timer, shard: Shard) -> None:
-        self.timer = timer
-        self.shard = shard
-        self.phase = _WRITING
-        self.ticket = 0  # its place in the fire loop's heap while ARMED
-        self.started_at_ms = 0  # of the attempt in flight
-        # Of an attempt that ended while a write of the timer was pending. It counts if that write is not applied.
-        self.deferred_settlement: Settlement | None = None
-
-    @property
-    def weight(self) -> int:
-        payload = self.timer.payload
-        return 1 if payload is None else 1 + (len(payload) >> 10)
-
-
-class ShardHost(Protocol):
-    """What a shard needs of its engine: the counters, the heap, the memory limit and the group commit."""
-
-    counters: Counters
-
-    def arm(self, entry: Entry) -> None: ...
-    def disarm(self, entry: Entry) -> None: ...
-    def add_weight(self, weight: int) -> None:
-        """Count a timer that enters memory, or with a negative weight one that leaves it."""
-        ...
-
-    def enqueue(self, shard: Shard) -> None:
-        """The shard has pending writes to commit."""
-        ...
-
-    def boot_ms(self) -> int: ...
 
 
 class Shard:
@@ -125,7 +58,7 @@ class Shard:
         self.fence: Fence = row.fence
         self.fenced_at_ms = host.boot_ms()  # when this fence was learnt
         self.low_water = row.low_water
-        self.horizon = row.low_water
+        self.window = Window(row.low_water)
         self.state = _OPEN
         self.recovering = False  # the outcome of a commit is unknown: nothing is written or fired until it is known
         self.loading = False  # a page is being read
@@ -137,18 +70,20 @@ class Shard:
         self.sending: dict[TimerKey, int] = {}  # deliveries in flight
         self.last_commit_error = ""  # why the last batch was not applied; empty: it was
         self.due_during_recovery: list[Entry] = []  # they are armed again when the recovery ends
-        # Stored rows that cannot be decoded: they do not fire. Only the first ones are kept.
-        self.unreadable: dict[Position, Unreadable] = {}
-        self._unreadable_keys: set[tuple[str, str]] = set()
-        self._unreadable_truncated = False  # there are more than are kept
+        self.unreadable = UnreadableRows(row.shard_id)
         self._host = host
         self._counters = host.counters
         self._loop = asyncio.get_running_loop()  # get_running_loop() costs a system call each time
         self._generations = 0  # made under this fence
         self._key_locks: dict[TimerKey, asyncio.Future[None]] = {}  # by key, the lock that was asked for last
+        self._load: Load | None = None  # the page that is being read
         self._changed_during_load: dict[TimerKey, Timer | None] | None = None  # None: no page is being read
 
     # --- state ------------------------------------------------------------------------------------
+
+    @property
+    def horizon(self) -> Position:
+        return self.window.horizon
 
     @property
     def draining(self) -> bool:
@@ -171,6 +106,9 @@ class Shard:
     def start_drain(self) -> None:
         """Start no more deliveries. Those in flight go on, and writes are still accepted."""
         self.state = max(self.state, _DRAINING)
+        for entry in self.entries.values():
+            if entry.phase is _QUEUED:
+                self._host.discard(entry)  # its next owner calls
 
     def close(self) -> None:
         """Accept no more writes either. Those that were admitted are still committed."""
@@ -187,16 +125,14 @@ class Shard:
         """
         self.state = _DROPPED
         for writes, reason in ((self.committing, unknown or error), (self.pending, error)):
-            for write in writes.values():
+            for key, write in writes.items():
+                self._write_decided(key, write)
                 write.fail_waiters(reason)
-                if write.settlement is not None:
-                    self._counters.unsettled -= 1
-            self._counters.writes_waiting -= len(writes)
         self.committing, self.pending = {}, {}
         for entry in self.entries.values():
             self._remove_entry(entry)
         self.entries = {}
-        self.horizon = BEFORE_ALL
+        self.window.clear()
 
     # --- admitting writes -------------------------------------------------------------------------
 
@@ -240,8 +176,8 @@ class Shard:
         if self.state >= _CLOSING:
             raise NotOwner
         counters = self._counters
-        if counters.writes_waiting >= counters.writes_waiting_max:
-            raise Busy
+        if not counters.has_room():
+            self._check_room(key.namespace)
         before = self.pending.get(key) or self.committing.get(key)
         if before is not None:
             replaced = before.put is not None
@@ -251,22 +187,39 @@ class Shard:
         self._admit(key, PendingWrite(put, reached, [Waiter(future, put, replaced)], self._host.boot_ms()))
         return future
 
+    def _check_room(self, namespace: str) -> None:
+        if self._counters.is_full:
+            raise Busy("Too many writes are waiting; nothing was applied")
+        if self._counters.is_over_share(namespace):
+            raise Busy(
+                f"Too many writes of namespace {namespace!r} are waiting; nothing was applied", code="namespace_busy"
+            )
+
     def _admit(self, key: TimerKey, write: PendingWrite) -> None:
         waiting = self.pending.get(key)
         if waiting is not None:
             waiting.merge(write)
+            self._counters.add_bytes(key.namespace, write.weight)
             return
         entry = self.entries.get(key)
         if entry is not None:
             write.previous_entry = entry
             if entry.phase is _ARMED:
                 self._host.disarm(entry)
+            elif entry.phase is _QUEUED:
+                self._host.discard(entry)
             if entry.phase is not _SETTLING:
                 # A delivery in flight goes on, but its result must not settle what is written now.
                 entry.phase = _WRITING
         self.pending[key] = write
-        self._counters.writes_waiting += 1
+        self._counters.add_write(key.namespace, write.weight)
         self._host.enqueue(self)
+
+    def _write_decided(self, key: TimerKey, write: PendingWrite) -> None:
+        """It is committed, certainly not applied, or not ours any more: it does not wait."""
+        self._counters.remove_write(key.namespace, write.weight)
+        if write.settlement is not None:
+            self._counters.unsettled -= 1
 
     @asynccontextmanager
     async def key_lock(self, key: TimerKey) -> AsyncIterator[None]:
@@ -309,18 +262,15 @@ class Shard:
         committing. At least one write, however large it is. None: there is nothing that may be committed now."""
         if self.recovering or self.state is _DROPPED or self.committing or not self.pending:
             return None
-        taken = self.committing_rows = self.committing_chars = 0
-        for write in self.pending.values():
-            rows = self.committing_rows + 1 + len(write.reached)
-            if taken and (rows > rows_max or self.committing_chars >= chars_max):
-                break
-            taken += 1
-            self.committing_rows = rows
-            self.committing_chars += write.chars
+        taken = self._measure(self.pending.values(), rows_max, chars_max)
         if taken == len(self.pending):
             self.committing, self.pending = self.pending, {}
         else:
-            for key in list(self.pending)[:taken]:
+            keys = list(self.pending)
+            if self.is_contended:
+                keys = in_turns(keys, rows_max)
+                taken = self._measure([self.pending[key] for key in keys], rows_max, chars_max)
+            for key in keys[:taken]:
                 self.committing[key] = self.pending.pop(key)
         puts: list[Timer] = []
         deletes: list[TimerKey] = []
@@ -339,16 +289,35 @@ class Shard:
         low_water = end_of(lowest_ms) if lowest_ms < low_water_ms else None
         return Batch(self.fence, puts, deletes, reached, low_water)
 
+    @property
+    def is_contended(self) -> bool:
+        """Do writes of several namespaces wait on this instance? Then each namespace gets its turn in every commit."""
+        return len(self._counters.writes_of) > 1
+
+    def _measure(self, writes: Iterable[PendingWrite], rows_max: int, chars_max: int) -> int:
+        """How many of these writes, from the first on, make the next batch. Sets `committing_rows` and
+        `committing_chars`."""
+        taken = rows = chars = 0
+        for write in writes:
+            rows_with_it = rows + 1 + len(write.reached)
+            if taken and (rows_with_it > rows_max or chars >= chars_max):
+                break
+            taken += 1
+            rows = rows_with_it
+            chars += write.chars
+        self.committing_rows, self.committing_chars = rows, chars
+        return taken
+
     def raise_low_water(self, batch: Batch) -> Batch:
         """The same batch, with the highest low-water mark that is correct once it is committed."""
-        lowest_ms = self.horizon.execute_at_ms
+        lowest_ms = self.window.complete_until.execute_at_ms
         for entry in self.entries.values():
             lowest_ms = min(lowest_ms, entry.timer.execute_at_ms)
         for put in batch.puts:
             lowest_ms = min(lowest_ms, put.execute_at_ms)
-        for position in self.unreadable:  # another version may be able to decode it, and must find it
+        for position in self.unreadable.rows:  # another version may be able to decode it, and must find it
             lowest_ms = min(lowest_ms, position.execute_at_ms)
-        if lowest_ms - 1 <= self.low_water.execute_at_ms or self._unreadable_truncated:
+        if lowest_ms - 1 <= self.low_water.execute_at_ms or self.unreadable.truncated:
             return batch
         low_water = end_of(lowest_ms - 1)
         return Batch(batch.fence, batch.puts, batch.deletes, batch.reached, low_water)
@@ -362,10 +331,16 @@ class Shard:
         if result.replaced:
             replaced = {batch.puts[index].key for index in result.replaced}
         writes, self.committing = self.committing, {}
-        self._counters.writes_waiting -= len(writes)
+        counters = self._counters
+        if len(counters.writes_of) == 1:  # all of these writes are of this namespace
+            (namespace,) = counters.writes_of
+            counters.remove_write(namespace, sum([write.weight for write in writes.values()]), len(writes))
+        else:
+            for key, write in writes.items():
+                counters.remove_write(key.namespace, write.weight)
         for key, write in writes.items():
             if write.settlement is not None:
-                self._counters.unsettled -= 1
+                counters.unsettled -= 1
             self._apply(key, write.put)
             for waiter in write.waiters:
                 if not waiter.future.done():
@@ -379,16 +354,18 @@ class Shard:
         self.last_commit_error = reason
         writes, self.committing = self.committing, {}
         for key in [key for key, write in writes.items() if write.is_abandoned and key not in self.pending]:
-            self._counters.writes_waiting -= 1
-            self._restore(key, writes.pop(key).previous_entry)
+            write = writes.pop(key)
+            self._write_decided(key, write)
+            self._restore(key, write.previous_entry)
         self._requeue(writes)
 
     def _requeue(self, writes: dict[TimerKey, PendingWrite]) -> None:
         for key, write in writes.items():
             later = self.pending.get(key)
             if later is not None:
+                self._counters.remove_write(key.namespace, later.weight)
+                self._counters.add_bytes(key.namespace, later.weight)
                 write.merge(later)
-                self._counters.writes_waiting -= 1
             self.pending[key] = write
         if self.pending:
             self._host.enqueue(self)
@@ -408,9 +385,7 @@ class Shard:
             if not write.is_applied(found[key]):
                 not_applied[key] = write
                 continue
-            self._counters.writes_waiting -= 1
-            if write.settlement is not None:
-                self._counters.unsettled -= 1
+            self._write_decided(key, write)
             self._apply(key, write.put)
             for waiter in write.waiters:
                 if not waiter.future.done():
@@ -447,11 +422,10 @@ class Shard:
             )
             write.waiters = []
             if write.settlement is not None:
-                write.put = write.settlement.rearmed
-                write.reached = [] if write.settlement.reached is None else [write.settlement.reached]
+                self._counters.add_bytes(key.namespace, -write.forget_commands())
                 continue
             del self.pending[key]
-            self._counters.writes_waiting -= 1
+            self._write_decided(key, write)
             self._restore(key, write.previous_entry)
 
     # --- memory -----------------------------------------------------------------------------------
@@ -460,14 +434,15 @@ class Shard:
         """A write is on disk: memory gets the new timer, or none if it was deleted or is beyond the horizon."""
         if self._changed_during_load is not None:
             self._changed_during_load[key] = timer
-        if self._unreadable_keys and key in self._unreadable_keys:
-            self._unreadable_keys.discard(key)
-            rows = self.unreadable.items()
-            self.unreadable = {at: row for at, row in rows if (row.namespace, row.timer_id) != key}
+        if self.unreadable.rows:
+            self.unreadable.discard(key)
         old = self.entries.pop(key, None)
         if old is not None:
             self._remove_entry(old)
-        if timer is not None and timer.execute_at_ms <= self.horizon.execute_at_ms and timer.position <= self.horizon:
+        horizon = self.window.horizon
+        if timer is None or timer.execute_at_ms > horizon.execute_at_ms:
+            return
+        if timer.execute_at_ms < horizon.execute_at_ms or timer.position <= horizon:
             self._add_entry(key, timer)
 
     def _add_entry(self, key: TimerKey, timer: Timer) -> None:
@@ -508,56 +483,49 @@ class Shard:
     def _remove_entry(self, entry: Entry) -> None:
         if entry.phase is _ARMED:
             self._host.disarm(entry)
+        elif entry.phase is _QUEUED:
+            self._host.discard(entry)
         entry.phase = _GONE
         self._host.add_weight(-entry.weight)
 
     # --- loading: called by look-ahead ------------------------------------------------------------
 
-    def begin_load(self) -> None:
+    def begin_load(self, until_ms: int, *, backlog: bool = False) -> Load:
+        """A page is read from now on: of the timers after the horizon, or of the backlog."""
+        load = self.window.begin_backlog_load() if backlog else self.window.begin_load(until_ms)
         self.loading = True
+        self._load = load
         self._changed_during_load = {}
+        return load
 
-    def end_load(self, page: Page | None, until_ms: int) -> None:
+    def end_load(self, page: Page | None, now_ms: int) -> None:
         """A page was read (None: the read failed). Timers that were written since the load began are taken from memory
         and not from the page, which may be older."""
         changed, self._changed_during_load = self._changed_during_load or {}, None
+        load, self._load = self._load, None
         self.loading = False
-        if page is None or self.state is _DROPPED:
+        if page is None or load is None or self.state is _DROPPED:
             return
-        horizon = page.next if page.next is not None else end_of(until_ms)
-        old_horizon, self.horizon = self.horizon, max(self.horizon, horizon)
-        for timer in page.timers:
+        end = self.window.end_load(load, page.next, now_ms)
+        # The last millisecond of a backlog may go on beyond the horizon.
+        timers = [timer for timer in page.timers if timer.position <= end] if load.is_backlog else page.timers
+        for timer in timers:
             key = timer.key
             if key not in changed and key not in self.entries:
                 self._add_entry(key, timer)
         for row in page.unreadable:
-            self._add_unreadable(row, changed)
+            if (row.namespace, row.timer_id) not in changed:
+                self.unreadable.add(row)
         for key, written in changed.items():
-            if written is not None and key not in self.entries and old_horizon < written.position <= self.horizon:
+            if written is not None and key not in self.entries and load.after < written.position <= end:
                 self._add_entry(key, written)
-
-    def _add_unreadable(self, row: Unreadable, changed: dict[TimerKey, Timer | None]) -> None:
-        if (row.namespace, row.timer_id) in changed or row.position in self.unreadable:
-            return
-        if len(self.unreadable) >= _UNREADABLE_MAX:
-            self._unreadable_truncated = True
-            return
-        self.unreadable[row.position] = row
-        self._unreadable_keys.add((row.namespace, row.timer_id))
-        log.error(
-            "timer %r of namespace %r (shard %d) cannot be decoded and does not fire; create it again or delete it: %s",
-            row.timer_id,
-            row.namespace,
-            self.shard_id,
-            row.error,
-        )
 
     def shrink(self, cutoff_ms: int) -> None:
         """Remove armed timers due after the cutoff from memory, and move the horizon back, so that they are loaded
         again."""
         if self.loading or cutoff_ms >= self.horizon.execute_at_ms:
             return
-        self.horizon = end_of(cutoff_ms)
+        self.window.shrink(cutoff_ms)
         removed = [
             key
             for key, entry in self.entries.items()
@@ -565,6 +533,18 @@ class Shard:
         ]
         for key in removed:
             self._remove_entry(self.entries.pop(key))
+
+    def spill(self, entry: Entry) -> bool:
+        """Remove a timer that waits from memory. It is loaded again with the backlog. False: it may not leave."""
+        timer = entry.timer
+        key = timer.key
+        if entry.phase is not _QUEUED and entry.phase is not _ARMED:
+            return False
+        if self.entries.get(key) is not entry or key in self._key_locks:
+            return False
+        self.window.add_to_backlog(timer.position)
+        self._remove_entry(self.entries.pop(key))
+        return True
 
     # --- firing: called by the fire loop ----------------------------------------------------------
 
@@ -619,8 +599,6 @@ class Shard:
     def _settle(self, entry: Entry, settlement: Settlement) -> None:
         entry.phase = _SETTLING
         entry.started_at_ms = 0
-        reached = [] if settlement.reached is None else [settlement.reached]
-        write = PendingWrite(settlement.rearmed, reached, [], self._host.boot_ms())
-        write.settlement = settlement
+        write = PendingWrite.of_settlement(settlement, self._host.boot_ms())
         self._counters.unsettled += 1
         self._admit(entry.timer.key, write)

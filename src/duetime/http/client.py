@@ -12,243 +12,40 @@ earliest deadline has passed, so that a call needs no timer of its own.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, cast
+from itertools import islice
+from typing import Final, NamedTuple
 
-import httptools
-from msgspec import Struct
-
-from duetime.errors import HttpError
+from duetime.errors import DeadlineTooShort, HttpError, Shortage, Unreachable
+from duetime.http.client_connection import NEVER, Answer, Connection, Origin, Stale, seconds_text
+from duetime.http.connect_errors import connect_reason, is_shortage, is_shortage_of_connecting, system_text
 from duetime.http.urls import Target, parse_target, request_head
 
 __all__ = ["Answer", "HttpClient", "HttpError", "Target", "parse_target", "request_head"]
 
-HEADER_BYTES_MAX: Final = 16 * 1024
-# An answer counts as endless if it has this many times the largest body, with chunk sizes, extensions and trailers.
-_FRAMING_FACTOR: Final = 8
 # A sweep this late means that the event loop was blocked: answers may be unread, so they are read first.
 _LOOP_STALL_S: Final = 0.25
 _SWEEP_PAUSE_S: Final = 0.01
-_NEVER: Final = float("inf")
+# Idle connections that are closed at once when there is no file descriptor for a new one.
+_CLOSED_AT_ONCE: Final = 16
 
-Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-
-
-class Answer(Struct, frozen=True, gc=False):
-    """An answer. `truncated`: the body was longer than the client reads; the connection is closed."""
-
-    status: int
-    raw_headers: dict[bytes, bytes]
-    body: bytes
-    truncated: bool = False
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """By lower-case name; of a repeated header the last value."""
-        return {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in self.raw_headers.items()}
-
-    def header(self, name: str) -> str | None:
-        return self.headers.get(name)
+# Host, port and owner of the call; see `HttpClient`.
+Resolve = Callable[[str, int, str], Awaitable[Sequence[str]]]
 
 
-class _Stale(HttpError):
-    """The connection was closed before any byte of an answer. On a reused connection: the server had closed it at the
-    same time as the request was sent."""
+class _Limit(NamedTuple):
+    """Until when one step of connecting must be done, and the reason."""
 
+    by: float
+    milliseconds: int
+    of_call: bool  # the deadline of the call, and not the client's limit for connecting
 
-# --- one connection ------------------------------------------------------------------------------
-
-
-class _Connection(asyncio.Protocol):
-    """One connection, with one call at a time. Parser callbacks of every call are bound C methods where possible."""
-
-    def __init__(self, client: HttpClient, origin: _Origin) -> None:
-        self._client = client
-        self._origin = origin
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[Answer] | None = None
-        self._timeout_ms = 0
-        self._head_only = False
-        self._headers: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
-        self._headers_done = False
-        self._answer: Answer | None = None  # complete, but more data may follow in the same read
-        self._keep_alive = False
-        self._wire_bytes = 0
-        self.deadline = _NEVER  # of the call; if idle, when to close
-        self.opened_at = 0.0
-        self.reused = False
-        self.closed = False
-        # The parser calls these attributes of the object that it is given.
-        self.on_header = self._headers.__setitem__
-        self.on_body = self._body.append
-        self._parser = httptools.HttpResponseParser(self)
-        self._feed = self._parser.feed_data
-
-    @property
-    def busy(self) -> bool:
-        return self._waiter is not None
-
-    @property
-    def idle(self) -> bool:
-        return self in self._origin.idle
-
-    def start(self, data: bytes, deadline: float, timeout_ms: int, head_only: bool) -> asyncio.Future[Answer]:
-        assert self._transport is not None
-        self._waiter = waiter = self._loop.create_future()
-        self._headers_done = False
-        self._head_only = head_only
-        self._wire_bytes = 0
-        self._timeout_ms = timeout_ms
-        self.deadline = deadline
-        self._transport.write(data)
-        return waiter
-
-    def abort(self) -> None:
-        """Close the connection immediately; ignore data that is still to arrive."""
-        self.closed = True
-        if self.idle:
-            self._origin.idle.remove(self)
-        if self._transport is not None:
-            self._transport.abort()
-
-    def fail(self, reason: str, kind: type[HttpError] = HttpError) -> None:
-        waiter, self._waiter = self._waiter, None
-        self.abort()
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(kind(reason, sent=True))
-
-    def time_out(self) -> None:
-        self.fail(f"no answer within {_seconds(self._timeout_ms)}")
-
-    # asyncio
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        if self._waiter is None or self.closed:
-            self.abort()  # data without a request must not become the answer to the next call
-            return
-        self._wire_bytes += len(data)
-        try:
-            self._feed(data)
-        except httptools.HttpParserUpgrade:
-            self.fail("malformed answer: an upgrade that was not requested")
-            return
-        except httptools.HttpParserError as error:
-            if self._answer is None:
-                self.fail(f"malformed answer: {error}")
-                return
-            self._keep_alive = False  # a valid answer followed by invalid data
-        if self._answer is not None:
-            self._finish(self._answer)
-        elif self._wire_bytes > HEADER_BYTES_MAX:
-            self._check_size()
-
-    def eof_received(self) -> None:
-        if self._waiter is None:
-            self.abort()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.closed = True
-        if self._waiter is not None:
-            if self._headers_done and not self._has_length() and error is None:
-                self._finish(self._read_answer())  # a body without a length ends when the connection closes
-            elif self._wire_bytes:
-                self.fail("connection closed during the answer")
-            else:
-                self.fail("connection closed before the answer", _Stale)
-        self._client._lost(self._origin, self)
-        # Parser and connection refer to each other: without these references both are freed at once.
-        del self._parser, self._feed, self.on_header, self.on_body
-
-    # httptools
-
-    def on_message_begin(self) -> None:
-        if self._answer is not None:
-            self._keep_alive = False  # a second answer to one request: do not reuse the connection
-
-    def on_headers_complete(self) -> None:
-        if self._answer is None:
-            self._headers_done = self._parser.get_status_code() >= 200
-            if self._head_only and self._headers_done:
-                self._answer = self._read_answer()  # the parser would wait for a body that does not exist
-
-    def on_message_complete(self) -> None:
-        if self._answer is not None:
-            return
-        if self._headers_done:
-            # Read here, because the parser resets it at the end of the message.
-            self._keep_alive = self._parser.should_keep_alive()
-            self._answer = self._read_answer()
-        else:  # 1xx: the final answer follows
-            self._headers.clear()
-
-    # the end of a call
-
-    def _read_answer(self, *, truncated: bool = False) -> Answer:
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        body_bytes_max = self._client.body_bytes_max
-        if len(body) > body_bytes_max:
-            body, truncated = body[:body_bytes_max], True
-        headers = self._headers.copy()
-        self._headers.clear()
-        self._body.clear()
-        return Answer(self._parser.get_status_code(), headers, body, truncated)
-
-    def _finish(self, answer: Answer) -> None:
-        waiter, self._waiter = self._waiter, None
-        self._answer = None
-        if self._keep_alive and not answer.truncated and not self.closed:
-            self._keep_alive = False
-            self.reused = True
-            self._client._release(self._origin, self)
-        else:
-            self.abort()
-        if waiter is not None and not waiter.done():
-            waiter.set_result(answer)
-
-    def _check_size(self) -> None:
-        """Called only if an answer is larger than its headers may be."""
-        header_bytes = sum(len(name) + len(value) + 4 for name, value in self._headers.items())
-        if not self._headers_done or header_bytes > HEADER_BYTES_MAX:
-            self.fail(f"malformed answer: more than {HEADER_BYTES_MAX // 1024} KiB of headers")
-            return
-        if len(self._body) > 64:
-            self._body[:] = [b"".join(self._body)]
-        body_bytes_max = self._client.body_bytes_max
-        wire_bytes_max = HEADER_BYTES_MAX + _FRAMING_FACTOR * body_bytes_max
-        if sum(map(len, self._body)) > body_bytes_max or self._wire_bytes > wire_bytes_max:
-            self._finish(self._read_answer(truncated=True))
-
-    def _has_length(self) -> bool:
-        names = {name.lower() for name in self._headers}
-        return b"content-length" in names or b"transfer-encoding" in names
-
-
-class _Origin:
-    """The connections of one origin."""
-
-    __slots__ = ("address", "idle", "key", "opened", "waiting")
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.idle: list[
-            _Connection
-        ] = []  # the last used one is taken first, so that those that are not needed reach their idle limit
-        self.opened = 0  # number of connections, including those being opened
-        self.waiting: deque[asyncio.Future[_Connection | None]] = deque()
-        self.address: str | None = None  # the last one that was connected to
-
-
-# --- the client ----------------------------------------------------------------------------------
+    def error(self, reason: str) -> Unreachable:
+        reason = f"{reason} {seconds_text(self.milliseconds)}"
+        return DeadlineTooShort(reason, sent=False) if self.of_call else Unreachable(reason, sent=False)
 
 
 class HttpClient:
@@ -265,11 +62,13 @@ class HttpClient:
         connection_age_ms_max: int = 300_000,
         connections_per_origin_max: int | None = None,
         connections_max: int = 1_024,
+        sockets_max: int | None = None,
     ) -> None:
         """`resolve` returns the addresses that may be connected to; its errors other than OSError are passed on.
 
         A connection is not reused after `connection_age_ms_max`, so that a change in DNS takes effect. Above
-        `connections_max` idle connections are closed; it does not limit calls.
+        `connections_max` idle connections are closed, the one that is idle for longest first; it does not limit calls.
+        `sockets_max` does: a call that would need one more ends with Shortage.
         """
         self._resolve = resolve or _getaddrinfo
         self._ssl_context = ssl_context
@@ -279,10 +78,13 @@ class HttpClient:
         self._age_s_max = connection_age_ms_max / 1_000
         self._per_origin_max = connections_per_origin_max
         self._connections_max = connections_max
-        self._origins: dict[str, _Origin] = {}
-        self._connections: set[_Connection] = set()
+        self._sockets_max = sockets_max
+        self._sockets = 0  # connections, including those that are being opened
+        self._idle: dict[Connection, None] = {}  # of all origins, the one that is idle for longest first
+        self._origins: dict[str, Origin] = {}
+        self._connections: set[Connection] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._sweep_at = _NEVER
+        self._sweep_at = NEVER
         self._sweep_handle: asyncio.TimerHandle | None = None
         self._closed = False
         self._drained: asyncio.Future[None] | None = None
@@ -304,13 +106,23 @@ class HttpClient:
         return answer
 
     async def send(
-        self, target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int, head_only: bool = False
+        self,
+        target: Target,
+        begin: Callable[[], bytes | None],
+        *,
+        timeout_ms: int,
+        head_only: bool = False,
+        owner: str = "",
     ) -> Answer | None:
         """One call. `begin` is called when there is a connection, right before the first byte is sent. It returns the
         whole request, or None: then nothing is sent and the result is None.
 
         If a reused connection closes before any byte of the answer, a new one is opened, once, and `begin` is called
-        again. `head_only`: the answer has only headers (HEAD).
+        again. `head_only`: the answer has only headers (HEAD). `owner` is passed on to `resolve`.
+
+        Raises Unreachable if there is no connection to the target (DeadlineTooShort if this call had less time to
+        connect than others have), Shortage if this process or machine is the reason for that, and HttpError for
+        everything after.
         """
         loop = self._loop
         if loop is None:
@@ -321,9 +133,10 @@ class HttpClient:
         while True:
             if origin is not None and origin.idle and not retried:
                 connection = origin.idle.pop()
+                del self._idle[connection]
             else:
                 try:
-                    connection = await self._open_or_wait(target, deadline, timeout_ms, fresh=retried)
+                    connection = await self._open_or_wait(target, deadline, timeout_ms, owner, fresh=retried)
                 except HttpError as error:
                     error.sent = retried
                     raise
@@ -344,7 +157,7 @@ class HttpClient:
             except asyncio.CancelledError:
                 connection.abort()
                 raise
-            except _Stale:
+            except Stale:
                 if retried or not reused or self._closed:
                     raise
                 retried = True
@@ -366,26 +179,30 @@ class HttpClient:
 
     # connections: open, wait for, release
 
-    async def _open_or_wait(self, target: Target, deadline: float, timeout_ms: int, *, fresh: bool) -> _Connection:
+    async def _open_or_wait(
+        self, target: Target, deadline: float, timeout_ms: int, owner: str, *, fresh: bool
+    ) -> Connection:
         assert self._loop is not None
         while not self._closed:
             origin = self._origins.get(target.origin)
             if origin is None:
-                origin = self._origins[target.origin] = _Origin(target.origin)
+                origin = self._origins[target.origin] = Origin(target.origin)
             if origin.idle and not fresh:
-                return origin.idle.pop()
+                connection = origin.idle.pop()
+                del self._idle[connection]
+                return connection
             if self._per_origin_max is None or origin.opened < self._per_origin_max:
-                return await self._open(origin, target, deadline, timeout_ms)
+                return await self._open(origin, target, deadline, timeout_ms, owner)
             if origin.idle:  # close an idle one, so that a new one can be opened
                 origin.idle[0].abort()
-            connection = await self._wait(origin, deadline, timeout_ms)
-            if connection is not None and not connection.closed:
-                return connection
+            waited_for = await self._wait(origin, deadline, timeout_ms)
+            if waited_for is not None and not waited_for.closed:
+                return waited_for
         raise HttpError("the client is closed", sent=False)
 
-    async def _wait(self, origin: _Origin, deadline: float, timeout_ms: int) -> _Connection | None:
+    async def _wait(self, origin: Origin, deadline: float, timeout_ms: int) -> Connection | None:
         assert self._loop is not None
-        waiting: asyncio.Future[_Connection | None] = self._loop.create_future()
+        waiting: asyncio.Future[Connection | None] = self._loop.create_future()
         origin.waiting.append(waiting)
         try:
             async with asyncio.timeout_at(deadline):
@@ -394,67 +211,127 @@ class HttpClient:
             if waiting.done() and not waiting.cancelled():  # the connection came too late: pass it on
                 self._pass_on(origin, waiting.result())
             if isinstance(error, TimeoutError):
-                raise HttpError(f"no free connection within {_seconds(timeout_ms)}", sent=False) from None
+                raise HttpError(f"no free connection within {seconds_text(timeout_ms)}", sent=False) from None
             raise
 
-    def _pass_on(self, origin: _Origin, connection: _Connection | None) -> None:
+    def _pass_on(self, origin: Origin, connection: Connection | None) -> None:
         if connection is not None and not connection.closed:
             self._release(origin, connection)
         else:
             self._wake(origin, None)
 
-    async def _open(self, origin: _Origin, target: Target, deadline: float, timeout_ms: int) -> _Connection:
+    async def _open(self, origin: Origin, target: Target, deadline: float, timeout_ms: int, owner: str) -> Connection:
         assert self._loop is not None
-        self._close_surplus()
         origin.opened += 1
-        now = self._loop.time()
-        connect_by = now + self._connect_timeout_s
         try:
-            async with asyncio.timeout_at(min(connect_by, deadline)):
-                connection = await self._connect(origin, target, min(connect_by, deadline))
-        except BaseException as error:
+            addresses = await self._addresses(target, deadline, timeout_ms, owner)
+            await self._take_socket()
+            try:
+                connection = await self._connect(origin, target, addresses, deadline, timeout_ms)
+            except BaseException:
+                self._sockets -= 1
+                raise
+        except BaseException:
             self._remove(origin)
-            if isinstance(error, TimeoutError):
-                limit_ms = round(self._connect_timeout_s * 1_000) if connect_by <= deadline else timeout_ms
-                raise HttpError(f"connect timeout after {_seconds(limit_ms)}", sent=False) from None
-            if isinstance(error, OSError):
-                raise HttpError(_connect_reason(error, target), sent=False) from error
             raise
-        if self._closed or connection.closed:
-            connection.abort()
-            self._remove(origin)
-            raise HttpError(
-                "the client is closed" if self._closed else "connection closed right after connecting", sent=False
-            )
-        connection.opened_at = now
+        connection.opened_at = self._loop.time()
         self._connections.add(connection)
         return connection
 
-    async def _connect(self, origin: _Origin, target: Target, deadline: float) -> _Connection:
+    async def _addresses(self, target: Target, deadline: float, timeout_ms: int, owner: str) -> Sequence[str]:
+        assert self._loop is not None
+        limit = self._connect_by(deadline, timeout_ms)
+        try:
+            async with asyncio.timeout_at(limit.by):
+                return await self._resolve(target.host, target.port, owner)
+        except TimeoutError:
+            raise limit.error(f"cannot resolve {target.host}: no answer within") from None
+        except OSError as error:
+            if is_shortage(error):
+                raise Shortage(f"cannot look up {target.host}: {system_text(error)}", sent=False) from error
+            raise Unreachable(connect_reason(error, target), sent=False) from error
+
+    def _connect_by(self, deadline: float, timeout_ms: int) -> _Limit:
+        assert self._loop is not None
+        by = self._loop.time() + self._connect_timeout_s
+        if by <= deadline:
+            return _Limit(by, round(self._connect_timeout_s * 1_000), of_call=False)
+        return _Limit(deadline, timeout_ms, of_call=True)
+
+    async def _take_socket(self) -> None:
+        """Count one socket more. If there are too many, idle connections are closed."""
+        if len(self._connections) >= self._connections_max:
+            self._close_idle(1)
+        while self._sockets_max is not None and self._sockets >= self._sockets_max:
+            if not self._close_idle(1):
+                raise Shortage(f"all {self._sockets_max} sockets for calls are in use", sent=False)
+            await asyncio.sleep(0)  # it is closed by the event loop
+        self._sockets += 1
+
+    async def _connect(
+        self, origin: Origin, target: Target, addresses: Sequence[str], deadline: float, timeout_ms: int
+    ) -> Connection:
+        limit = self._connect_by(deadline, timeout_ms)
+        try:
+            async with asyncio.timeout_at(limit.by):
+                connection = await self._connect_to_any(origin, target, addresses, limit)
+        except TimeoutError:
+            raise limit.error("connect timeout after") from None
+        except OSError as error:
+            raise Unreachable(connect_reason(error, target), sent=False) from error
+        if self._closed:
+            connection.abort()
+            raise HttpError("the client is closed", sent=False)
+        if connection.closed:
+            connection.abort()
+            raise Unreachable("connection closed right after connecting", sent=False)
+        return connection
+
+    async def _connect_to_any(self, origin: Origin, target: Target, found: Sequence[str], limit: _Limit) -> Connection:
         """Connect to the first address that answers, starting with the last good one. Each address has a share of the
         time that is left."""
         assert self._loop is not None
-        addresses = list(await self._resolve(target.host, target.port))
+        addresses = list(found)
         if origin.address in addresses:
             addresses.remove(origin.address)
             addresses.insert(0, origin.address)
         refusal: OSError = OSError("the name has no address")
+        timed_out = False
         for index, address in enumerate(addresses):
             now = self._loop.time()
             left = len(addresses) - index
             try:
-                async with asyncio.timeout_at(now + (deadline - now) / left if left > 1 else None):
-                    connection = await self._connect_to(origin, target, address)
+                async with asyncio.timeout_at(now + (limit.by - now) / left if left > 1 else None):
+                    connection = await self._connect_or_close_idle(origin, target, address)
             except OSError as error:  # TimeoutError is one
                 refusal = error
+                timed_out = timed_out or isinstance(error, TimeoutError)
             else:
                 origin.address = address
                 return connection
+        if timed_out and limit.of_call:
+            raise TimeoutError  # with more time that address might have answered, whatever the others did
         raise refusal
 
-    async def _connect_to(self, origin: _Origin, target: Target, address: str) -> _Connection:
+    async def _connect_or_close_idle(self, origin: Origin, target: Target, address: str) -> Connection:
+        """Without a file descriptor or a port for the connection, close idle connections, and try once more."""
+        try:
+            return await self._connect_to(origin, target, address)
+        except OSError as error:
+            if not is_shortage_of_connecting(error, address):
+                raise
+            self._close_idle(_CLOSED_AT_ONCE)
+        await asyncio.sleep(0)
+        try:
+            return await self._connect_to(origin, target, address)
+        except OSError as error:
+            if not is_shortage_of_connecting(error, address):
+                raise
+            raise Shortage(f"no socket for a call: {system_text(error)}", sent=False) from error
+
+    async def _connect_to(self, origin: Origin, target: Target, address: str) -> Connection:
         assert self._loop is not None
-        connection = _Connection(self, origin)
+        connection = Connection(self, origin)
         try:
             if target.tls:
                 # The certificate must be that of the URL's host, whichever address it was resolved to.
@@ -474,7 +351,7 @@ class HttpClient:
             self._ssl_context = ssl.create_default_context()
         return self._ssl_context
 
-    def _release(self, origin: _Origin, connection: _Connection) -> None:
+    def _release(self, origin: Origin, connection: Connection) -> None:
         """A connection is free: give it to a waiting call, or keep it for the next one."""
         assert self._loop is not None
         now = self._loop.time()
@@ -486,8 +363,9 @@ class HttpClient:
             self._sweep_by(connection.deadline)
         if not origin.waiting or not self._wake(origin, connection):
             origin.idle.append(connection)
+            self._idle[connection] = None
 
-    def _wake(self, origin: _Origin, connection: _Connection | None) -> bool:
+    def _wake(self, origin: Origin, connection: Connection | None) -> bool:
         while origin.waiting:
             waiting = origin.waiting.popleft()
             if not waiting.done():
@@ -495,25 +373,31 @@ class HttpClient:
                 return True
         return False
 
-    def _lost(self, origin: _Origin, connection: _Connection) -> None:
+    def _lost(self, origin: Origin, connection: Connection) -> None:
         if connection.idle:
-            origin.idle.remove(connection)
+            self._forget_idle(connection)
         if connection in self._connections:  # otherwise it was never used
             self._connections.discard(connection)
+            self._sockets -= 1
             self._remove(origin)
         if self._drained is not None and not self._connections and not self._drained.done():
             self._drained.set_result(None)
 
-    def _remove(self, origin: _Origin) -> None:
+    def _remove(self, origin: Origin) -> None:
         origin.opened -= 1
         if not self._wake(origin, None) and not origin.opened and self._origins.get(origin.key) is origin:
             del self._origins[origin.key]
 
-    def _close_surplus(self) -> None:
-        if len(self._connections) >= self._connections_max:
-            idle = [connection for origin in self._origins.values() for connection in origin.idle[:1]]
-            if idle:
-                min(idle, key=lambda connection: connection.deadline).abort()
+    def _forget_idle(self, connection: Connection) -> None:
+        connection._origin.idle.remove(connection)
+        del self._idle[connection]
+
+    def _close_idle(self, count: int) -> bool:
+        """Close so many idle connections, those that are idle for longest. False: there is none."""
+        closed = list(islice(self._idle, count))
+        for connection in closed:
+            connection.abort()
+        return bool(closed)
 
     # deadlines
 
@@ -531,7 +415,7 @@ class HttpClient:
             self._sweep_handle = self._loop.call_at(now + _SWEEP_PAUSE_S, self._sweep, planned, True)
             return
         self._sweep_handle = None
-        earliest = _NEVER
+        earliest = NEVER
         for connection in tuple(self._connections):
             if connection.deadline > now:
                 earliest = min(earliest, connection.deadline)
@@ -539,33 +423,14 @@ class HttpClient:
                 connection.time_out()
             elif connection.idle:
                 connection.abort()
-        self._sweep_at = _NEVER
-        if earliest != _NEVER:
+        self._sweep_at = NEVER
+        if earliest != NEVER:
             self._sweep_by(max(earliest, now + _SWEEP_PAUSE_S))
 
 
 _target = lru_cache(1024)(parse_target)
 
 
-async def _getaddrinfo(host: str, port: int) -> Sequence[str]:
+async def _getaddrinfo(host: str, port: int, owner: str) -> Sequence[str]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[4][0]) for address in found]
-
-
-def _seconds(timeout_ms: int) -> str:
-    return f"{timeout_ms / 1_000:g} s"
-
-
-def _connect_reason(error: OSError, target: Target) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"TLS: certificate of {target.host} not accepted: {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        return f"TLS: {error.reason or error}"
-    if isinstance(error, socket.gaierror):
-        return f"cannot resolve {target.host}: {error.strerror}"
-    if isinstance(error, ConnectionRefusedError):
-        return f"connection refused by {target.host_header}"
-    if target.tls and isinstance(error, ConnectionError):
-        return f"TLS: connection closed during the handshake with {target.host_header}"
-    # The text differs between event loops; the error number does not.
-    return f"cannot connect to {target.host_header}: {os.strerror(error.errno) if error.errno else error}"

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from duetime.wire import URL_BYTES_MAX
 
-__all__ = ["Target", "parse_target", "request_head"]
+__all__ = ["Target", "is_path", "parse_target", "request_head"]
 
 
 class Target(Struct, frozen=True, gc=False):
@@ -59,6 +59,12 @@ def parse_target(url: str) -> Target:
         host_header=shown if port == default_port else f"{shown}:{port}",
         path=path if path[0] == "/" else "/" + path,
     )
+
+
+def is_path(text: str) -> bool:
+    """Is it a path with or without a query, as `parse_target` accepts it? In it nothing can end the first line of a
+    request. Faster than a pattern: it is called for every callback."""
+    return text.isascii() and text.isprintable() and " " not in text and "#" not in text and text[:1] == "/"
 
 
 def _host(host: str) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import msgspec
 from msgspec import UNSET
 
+from duetime.clock import Clock
 from duetime.config import Config
 from duetime.domain.secrets import kept_secrets
 from duetime.domain.timer import BEFORE_ALL, ID_BYTES_MAX, Namespace, NamespaceSpec, Position
 from duetime.engine.engine import Engine
-from duetime.engine.namespaces import DEFAULT_NAMESPACE, FRESH_FOR_MS
+from duetime.engine.namespaces import DEFAULT_NAMESPACE, FRESH_FOR_MS, Namespaces
 from duetime.errors import (
     Conflict,
     DuetimeError,
@@ -27,12 +29,43 @@ from duetime.service.commands import Commands
 from duetime.store import ListQuery, Store
 from duetime.telemetry import log
 
-__all__ = ["NamespaceOperations"]
+__all__ = ["NamespaceOperations", "pause_all"]
 
 # After this time every instance has read the mark that a namespace is being deleted, or acknowledges no write to it.
 _DELETION_SEEN_SECONDS = FRESH_FOR_MS / 1_000 + 1.0
 
+_CHANGE_ATTEMPTS = 8
+
 _replace = msgspec.structs.replace
+
+
+async def pause_all(cache: Namespaces, clock: Clock, default_num_shards: int) -> list[str]:
+    """Pause every namespace, also `default` if the store is new. Returns their names. No instance is needed for it."""
+    await cache.refresh()
+    if cache.known(DEFAULT_NAMESPACE) is None:
+        new = Namespace(name=DEFAULT_NAMESPACE, num_shards=default_num_shards, created_at_ms=clock.wall_ms())
+        with contextlib.suppress(Conflict):  # an instance started at the same time and created it
+            await cache.create(new)
+    names = [namespace.name for namespace in cache.all_known()]
+    for name in names:
+        await changed(cache, name, lambda namespace: _replace(namespace, paused=True))
+    return names
+
+
+async def changed(cache: Namespaces, name: str, change: Callable[[Namespace], Namespace]) -> Namespace:
+    """Store what `change` makes of the namespace in the cache. If another instance changes it at the same time,
+    `change` is applied again, to what that one has stored: neither change is lost."""
+    for attempt in range(1, _CHANGE_ATTEMPTS + 1):
+        old = await cache.get(name)
+        new = change(old)
+        if new == old:
+            return old
+        try:
+            return await cache.replace(_replace(new, revision=old.revision + 1, deleting=False), old)
+        except Conflict:  # the cache has been read again
+            if attempt == _CHANGE_ATTEMPTS:
+                raise
+    raise AssertionError
 
 
 class NamespaceOperations:
@@ -42,6 +75,7 @@ class NamespaceOperations:
         self._store = store
         self._commands = commands
         self._cache = engine.namespaces
+        self._changing = asyncio.Lock()
 
     async def create_default(self) -> None:
         """Create the namespace `default` at the first start. Refuse a configuration that differs from the stored
@@ -91,6 +125,20 @@ class NamespaceOperations:
     async def list_all(self) -> list[Namespace]:
         return await self._cache.all()
 
+    def is_known(self, name: str) -> bool:
+        """Whether it existed when the namespaces were last read. Does not wait."""
+        namespace = self._cache.known(name)
+        return namespace is not None and not namespace.deleted
+
+    def was_deleted(self, name: str) -> bool:
+        """Whether it existed once and was deleted, as the namespaces were last read. Does not wait."""
+        namespace = self._cache.known(name)
+        return namespace is not None and namespace.deleted
+
+    def count(self) -> int:
+        """How many there are, as they were last read. Does not wait."""
+        return len(self._cache.all_known())
+
     async def update(self, spec: NamespaceSpec) -> Namespace:
         old = await self._cache.get(spec.name)
         if spec.num_shards is not UNSET and spec.num_shards != old.num_shards:
@@ -101,6 +149,20 @@ class NamespaceOperations:
             )
         changed = self._changed(_replace(old, revision=old.revision + 1, deleting=False), spec)
         return await self._cache.replace(changed, old)
+
+    async def pause(self, name: str) -> Namespace:
+        """None of its timers fires until it is resumed. They can still be created and changed."""
+        return await self.change(name, lambda namespace: _replace(namespace, paused=True))
+
+    async def resume(self, name: str) -> Namespace:
+        return await self.change(name, lambda namespace: _replace(namespace, paused=False))
+
+    async def change(self, name: str, change: Callable[[Namespace], Namespace]) -> Namespace:
+        """As `changed`. The changes of this instance wait for each other."""
+        async with self._changing:
+            if not self._store.capabilities.exclusive:
+                await self._cache.reread()  # what is cached may be a second old: "no change" must be true now
+            return await changed(self._cache, name, change)
 
     async def delete(self, name: str) -> None:
         """Delete a namespace that has no scheduled timers."""
@@ -138,7 +200,9 @@ class NamespaceOperations:
         after: Position | None = BEFORE_ALL
         while after is not None:
             listing = await self._store.list_timers(
-                ListQuery(namespace=namespace.name, num_shards=namespace.num_shards, after=after, limit=1)
+                ListQuery(
+                    namespace=namespace.name, num_shards=namespace.num_shards, after=after, limit=1, payloads=False
+                )
             )
             if listing.timers or listing.unreadable:
                 raise Conflict(
@@ -156,7 +220,7 @@ class NamespaceOperations:
             if name not in ("name", "num_shards") and getattr(spec, name) is not UNSET
         }
         if changes.get("callback_url") is not None:
-            self._commands.check_target(changes["callback_url"])
+            self._commands.check_target(changes["callback_url"], namespace.name)
         if "signing_secrets" in changes:
             try:
                 changes["signing_secrets"] = kept_secrets(changes["signing_secrets"], namespace.signing_secrets)

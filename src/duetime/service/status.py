@@ -9,30 +9,35 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
-
-import msgspec
 
 from duetime import __version__
 from duetime.cluster.forwarding import Peer, Peers
 from duetime.config import EngineConfig
-from duetime.domain.status import ClusterStatus, HeldFor, InstanceStatus, MemberStatus, ShardCounts, ShardStatus
+from duetime.domain.status import (
+    BrokerStatus,
+    ClusterStatus,
+    HeldFor,
+    InstanceStatus,
+    MemberStatus,
+    ShardCounts,
+    ShardStatus,
+)
 from duetime.engine.engine import Engine
-from duetime.errors import DuetimeError
+from duetime.service.asking import NoAnswer, answer_of
 from duetime.store import Member, ShardRow, Store
 
 __all__ = ["cluster_status", "instance_status"]
 
-_ASKED_WITHIN_S = 1.25  # the peer client has a limit of one second, and its error says more
 _UNOWNED_LISTED_MAX = 100
 _DEAD_LISTED_MAX = 100
-_DESTINATIONS_MAX = 5
+_HELD_FOR_MAX = 5
 
 N = TypeVar("N", int, float)
 
 
-def instance_status(engine: Engine) -> InstanceStatus:
+def instance_status(engine: Engine, brokers: Sequence[BrokerStatus] = ()) -> InstanceStatus:
     membership, flow, lateness = engine.membership, engine.fire_loop.flow, engine.telemetry.lateness
     reason = engine.readiness()
     p50, p99 = lateness.quantile(0.5), lateness.quantile(0.99)
@@ -49,10 +54,11 @@ def instance_status(engine: Engine) -> InstanceStatus:
         held=engine.fire_loop.waiting,
         writes_waiting=engine.counters.writes_waiting,
         unreadable=engine.unreadable,
-        oldest_due_ms=engine.fire_loop.oldest_due_ms(membership.now_ms()),
+        oldest_due_ms=engine.oldest_due_ms(),
         lateness_p50_ms=None if p50 is None else p50 * 1_000,
         lateness_p99_ms=None if p99 is None else p99 * 1_000,
         held_for=_held_for(engine),
+        brokers=tuple(brokers),
     )
 
 
@@ -60,28 +66,35 @@ def _held_for(engine: Engine) -> tuple[HeldFor, ...]:
     flow = engine.fire_loop.flow
     if not flow.waiting:
         return ()
-    most_held = heapq.nlargest(_DESTINATIONS_MAX, flow.destinations(), key=lambda destination: destination.waiting)
+    most_held = heapq.nlargest(_HELD_FOR_MAX, flow.queues(), key=lambda queue: queue.waiting)
     return tuple(
         HeldFor(
-            destination=destination.name,
-            held=destination.waiting,
-            in_flight=destination.in_flight,
-            failures=destination.failures,
-            breaker_open=destination.open_until != 0,
+            destination=queue.name,
+            held=queue.waiting,
+            in_flight=queue.in_flight,
+            failures=queue.failures,
+            breaker_open=queue.is_breaker_open,
+            last_error=queue.last_error,
         )
-        for destination in most_held
-        if destination.waiting
+        for queue in most_held
+        if queue.waiting
     )
 
 
 async def cluster_status(
-    engine: Engine, store: Store, peers: Peers, config: EngineConfig, *, with_shards: bool = False
+    engine: Engine,
+    store: Store,
+    peers: Peers,
+    config: EngineConfig,
+    brokers: Callable[[], Sequence[BrokerStatus]],
+    *,
+    with_shards: bool,
 ) -> ClusterStatus:
     # Read members after shards: otherwise an owner that joined between the two reads would look dead.
     rows = await store.shards()
     members = _shown_members(await store.members())
     owned = Counter(row.owner_id for row in rows)
-    own = instance_status(engine)
+    own = instance_status(engine, brokers())
     shown = await asyncio.gather(*(_ask(member, owned[member.instance_id], own, peers) for member in members))
     reported = [member.status for member in shown if member.status is not None]
     alive = {member.instance_id for member in members if member.alive}
@@ -108,6 +121,7 @@ async def cluster_status(
         held=sum(status.held for status in reported),
         writes_waiting=sum(status.writes_waiting for status in reported),
         unreadable=sum(status.unreadable for status in reported),
+        paused_namespaces=sum(namespace.paused for namespace in engine.namespaces.all_known()),
         clock_skew_ms=max((status.clock_skew_ms for status in reported), key=abs, default=0),
         oldest_due_ms=_worst(reported, lambda status: status.oldest_due_ms),
         lateness_p50_ms=_worst(reported, lambda status: status.lateness_p50_ms),
@@ -128,15 +142,11 @@ async def _ask(member: Member, shards: int, own: InstanceStatus, peers: Peers) -
     if member.instance_id == own.instance_id:
         status = own
     elif member.alive:
-        try:
-            async with asyncio.timeout(_ASKED_WITHIN_S):
-                status = await peers.status(Peer(member.instance_id, member.address, member.secret))
-        except TimeoutError:
-            unreachable = "no answer in time"
-        except DuetimeError as error:
-            unreachable = error.detail
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # an instance of another version
-            unreachable = f"the answer cannot be decoded: {error}"
+        answer = await answer_of(peers.status(Peer(member.instance_id, member.address, member.secret)))
+        if isinstance(answer, NoAnswer):
+            unreachable = answer.reason
+        else:
+            status = answer
     return MemberStatus(
         instance_id=member.instance_id,
         address=member.address,

@@ -33,7 +33,7 @@ from duetime.store import (
     Unreadable,
 )
 from duetime.stores.fencing import lost
-from duetime.stores.rows import log_unreadable_namespace
+from duetime.stores.rows import log_unreadable_namespace, payload_chars, rows_of_page, without_payload
 
 __all__ = ["MemoryStore"]
 
@@ -200,8 +200,9 @@ class MemoryStore:
         start = bisect_right(shard.order, request.after)
         page = [shard.at[position] for position in shard.order[start : start + request.limit + 1]]
         timers = [timer for timer in page if timer.execute_at_ms <= request.until_ms]
-        after = None if len(timers) <= request.limit else timers[request.limit - 1].position
-        return shard.without_spoilt(timers[: request.limit], after)
+        count = rows_of_page((payload_chars(timer) for timer in timers[: request.limit]), request.chars_max)
+        after = None if len(timers) <= count else timers[count - 1].position
+        return shard.without_spoilt(timers[:count], after)
 
     async def get_many(self, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
         return [self._get(shard_id, key) for shard_id, key in keys]
@@ -229,6 +230,13 @@ class MemoryStore:
         spoilt = {position for shard in shards for position in shard.spoilt}
         timers, after, unreadable = _page((t for t in waiting if _matches(query, t, t.execute_at_ms)), query, spoilt)
         return Listing(timers=timers, next=after, unreadable=unreadable)
+
+    async def next_namespace(self, correlation_id: str, after: str) -> str | None:
+        shards = self._shards.values()
+        timers = [timer for shard in shards for timer in shard.timers.values()]
+        timers += [reached.timer for shard in shards for reached in shard.all_reached()]
+        found = (timer.namespace for timer in timers if timer.correlation_id == correlation_id)
+        return min((name for name in found if name > after), default=None)
 
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
         return [self._purge(fence, before_ms, limit) for fence in fences]
@@ -318,13 +326,15 @@ _Item = TypeVar("_Item", Timer, Reached)
 def _page(found: Iterable[_Item], query: ListQuery, spoilt: Set[Position]) -> tuple[list[_Item], Position | None, int]:
     """The items of a page, where the next one begins, and how many rows were left out because they are undecodable."""
     page: list[_Item] = []
-    after, unreadable = query.after, 0
+    after, unreadable, chars = query.after, 0, 0
     for item in sorted((item for item in found if item.position > query.after), key=lambda item: item.position):
-        if len(page) == query.limit:
+        if len(page) == query.limit or chars > query.chars_max:
             return page, after, unreadable
         after = item.position
         if after in spoilt:
             unreadable += 1
-        else:
-            page.append(item)
+            continue
+        listed = item if query.payloads else without_payload(item)
+        chars += payload_chars(listed)
+        page.append(listed)
     return page, None, unreadable

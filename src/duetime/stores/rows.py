@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from duetime.domain.instants import LATEST_MS
 from duetime.domain.timer import NO_EXTRAS, Extras, Namespace, Outcome, Position, Reached, RetryPolicy, Timer
@@ -22,6 +23,7 @@ from duetime.telemetry import log
 __all__ = [
     "DEFAULT_ROW_READER",
     "FIRST_MS",
+    "INLINE_CHARS_MIN",
     "KEY_COLUMNS",
     "LARGEST",
     "LAST_MS",
@@ -42,11 +44,15 @@ __all__ = [
     "namespaces_of",
     "page_of",
     "page_of_items",
+    "payload_chars",
+    "position_before",
     "position_of",
     "reached_of",
     "reached_values",
+    "rows_of_page",
     "timer_of",
     "timer_values",
+    "without_payload",
 ]
 
 K = TypeVar("K")
@@ -190,6 +196,45 @@ def reached_of(row: Row) -> Reached:
     if None in row[_OWN_KEY : len(REACHED_COLUMNS)]:
         raise TypeError("a column of the reached timer is NULL")
     return Reached(timer=timer_of(row, _OWN_KEY), outcome=Outcome(row[18]), reached_at_ms=row[19], purge_at_ms=row[0])
+
+
+# --- limits of pages in characters ---------------------------------------------------------------
+
+INLINE_CHARS_MIN: Final = 4_096  # payloads up to this length are always read together with their row
+
+I = TypeVar("I", bound=Timer | Reached)  # noqa: E741
+
+
+def rows_of_page(chars: Iterable[int], chars_max: int) -> int:
+    """How many of these rows, given by the characters of their payloads, belong to a page: up to and with the one with
+    which they exceed the limit."""
+    count = 0
+    for some in chars:
+        count += 1
+        chars_max -= some
+        if chars_max < 0:
+            break
+    return count
+
+
+def payload_chars(item: Timer | Reached) -> int:
+    timer = item if isinstance(item, Timer) else item.timer
+    return 0 if timer.payload is None else len(timer.payload)
+
+
+def without_payload(item: I) -> I:
+    if isinstance(item, Timer):
+        return replace(item, payload=None)
+    timer = replace(cast(Reached, item).timer, payload=None)
+    return cast(I, replace(cast(Reached, item), timer=timer))
+
+
+def position_before(position: Position) -> Position:
+    """The position right before this one. A search after it finds this one first."""
+    at_ms, high, low = position
+    if low > -LARGEST - 1:
+        return Position(at_ms, high, low - 1)
+    return Position(at_ms, high - 1, LARGEST) if high > -LARGEST - 1 else Position(at_ms - 1, LARGEST, LARGEST)
 
 
 # --- rows that cannot be decoded -----------------------------------------------------------------

@@ -102,9 +102,10 @@ class Reads(Protocol[R_contra]):
 
 
 class Lists(Protocol[R_contra]):
-    """Lists over a namespace."""
+    """Lists over a namespace, and the namespaces of a correlation id."""
 
     async def list_timers(self, read: R_contra, query: ListQuery, /) -> Listing: ...
+    async def next_namespace(self, read: R_contra, correlation_id: str, after: str, /) -> str | None: ...
 
 
 class SqlDatabase(Struct, Generic[A, R, W], frozen=True, kw_only=True):
@@ -222,6 +223,10 @@ class SqlStore(Generic[A, R, W]):
     @reading
     async def list_timers(self, query: ListQuery) -> Listing:
         return await self.database.lists.list_timers(self._open.lists.read, query)
+
+    @reading
+    async def next_namespace(self, correlation_id: str, after: str) -> str | None:
+        return await self.database.lists.next_namespace(self._open.lists.read, correlation_id, after)
 
     @writing
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:

@@ -6,9 +6,11 @@ connection broke, the server crashed) may or may not have been applied.
 
     A  a timer whose last request is an acknowledged put fires with that value; a replayed timer fires again
     B  no timer fires before it is due
-    C  no callback starts after an acknowledged delete, and none with an older value after an acknowledged put
+    C  no callback starts after an acknowledged delete, none after the answer that the timer is over (a create that was
+       ignored for that), and none with an older value after an acknowledged put
     D  the last value that fires is the last acknowledged one (together with A and C); no value fires that no client
        sent
+    I  a create with ifReached=ignore does not create a timer again that is known to be over
     E  one firing owner at a time: after a shard has fired under a version, it fires under no older version, and no
        other instance fires under the same version
     R  (only if the faults are given to `find_violations`) a callback that a receiver has accepted is repeated only if
@@ -41,6 +43,7 @@ class Kind(enum.StrEnum):
     FIRE_NOW = "fireNow"  # makes the value that is scheduled due at once
     REPLAY = "replay"  # schedules the last value of a reached timer again, due at once
     ENSURE = "ensure"  # a create with ifAbsent whose answer was that the same timer existed already
+    OVER = "over"  # a create with ifReached=ignore whose answer was that the timer is over: nothing was created
 
 
 class Result(enum.StrEnum):
@@ -61,6 +64,8 @@ class ClientRequest(Struct, frozen=True):
     due_ms: int = 0
     keeps_due: bool = False  # an update without a new time: the value is due when the value before it was due
     skip_late_ms: int = 0  # the missed-fire policy: no first attempt later than this; 0: no policy
+    ignores_reached: bool = False  # a put with ifReached=ignore, where reached timers are kept
+    repeats: bool = False  # a put with a schedule: its value fires again and again (testing/occurrences.py)
 
 
 class Callback(Struct, frozen=True):
@@ -77,6 +82,7 @@ class Callback(Struct, frozen=True):
     accepted_at_ms: int = 0  # when the receiver accepted it; 0: it did not
     recorded_at_ms: int = 0  # when the result of this attempt was stored; 0: not known
     over_at_ms: int = 0  # when the end of this delivery was stored; 0: not known
+    scheduled_ms: int = 0  # the time that was asked for
     begun_at_ms: int = 0  # if this is a repeat on a new connection: when the attempt began; 0: no repeat
 
 
@@ -123,7 +129,11 @@ def find_violations(
     for timer in sorted(by_timer.keys() | calls.keys()):
         history = _with_confirmed_puts(sorted(by_timer[timer], key=lambda request: request.sent_at_ms))
         seen = sorted(calls[timer], key=lambda call: call.seen_at_ms)
-        found = [*_wrong_callbacks(history, seen, clock_error_ms), *_missing_callbacks(history, seen, all_accepted)]
+        found = [
+            *_wrong_callbacks(history, seen, clock_error_ms),
+            *_missing_callbacks(history, seen, all_accepted),
+            *_brought_back(history),
+        ]
         if faults is not None:
             found += _unexplained_repetitions(history, seen, faults)
         violations += [Violation(invariant, timer, what, _history_text(history, seen)) for invariant, what in found]
@@ -132,10 +142,16 @@ def find_violations(
 
 def _with_confirmed_puts(history: list[ClientRequest]) -> list[ClientRequest]:
     """A put of unknown outcome counts as applied if the server later answers that its value exists."""
-    there = {request.value for request in history if request.kind is Kind.ENSURE and request.result is Result.OK}
+    there_at_ms: dict[str, int] = {}  # by value, when it was last reported to exist
+    for request in history:
+        if request.kind is Kind.ENSURE and request.result is Result.OK:
+            there_at_ms[request.value] = max(request.answered_at_ms, there_at_ms.get(request.value, 0))
     return [
         replace(request, result=Result.OK)
-        if request.result is Result.INFO and request.kind is Kind.PUT and request.value in there
+        if request.result is Result.INFO
+        and request.kind is Kind.PUT
+        # The same value may be sent again after it was reported to exist: that says nothing about the later put.
+        and request.sent_at_ms <= there_at_ms.get(request.value, -1)
         else request
         for request in history
     ]
@@ -184,8 +200,11 @@ def _fired_again(history: Sequence[ClientRequest], seen: Sequence[Callback]) -> 
     for call in seen:
         if call.delivery:
             by_value[call.value].append(call)
+    repeating = {request.value for request in history if request.repeats}
     may_fire_again = [r for r in history if r.kind in (Kind.REPLAY, Kind.PUT) and r.result is not Result.FAIL]
     for value, calls in by_value.items():
+        if value in repeating:
+            continue
         for before, again in pairwise(sorted(calls, key=lambda call: call.started_at_ms)):
             if not before.accepted_at_ms or before.delivery == again.delivery:
                 continue
@@ -257,13 +276,46 @@ def _superseded(history: Sequence[ClientRequest], index: int, call: Callback) ->
             continue
         # A replay that was in progress when the delete was sent may be applied after it.
         concurrent = [other for other in history[:number] if other.answered_at_ms > request.sent_at_ms]
-        if request.kind is Kind.PUT or (
-            request.kind is Kind.DELETE and not _replayed([*concurrent, *history[number + 1 :]], call)
+        # Outside the default namespace rows of reached timers are purged soon: then a replay finds an older one.
+        may_be_purged = "/" in request.timer and _replayed(history[number + 1 :], call)
+        if (request.kind is Kind.PUT and not may_be_purged) or (
+            # What is over stays over, as what is deleted does.
+            request.kind in (Kind.DELETE, Kind.OVER) and not _replayed([*concurrent, *history[number + 1 :]], call)
         ):
             yield (
                 "C",
                 f"{call.value!r} started {call.started_at_ms - request.answered_at_ms} ms after {_describe(request)}",
             )
+
+
+def _brought_back(history: Sequence[ClientRequest]) -> Iterator[tuple[str, str]]:
+    """Was a timer created by a request that ignores timers that are over, after it was answered that it is over? If it
+    had not been created before, only cancelled by a command that arrived early, a later command may create it."""
+    for index, put in enumerate(history):
+        if not (put.ignores_reached and put.kind is Kind.PUT and put.result is Result.OK):
+            continue
+        over = [
+            number
+            for number, request in enumerate(history[:index])
+            if request.kind in (Kind.DELETE, Kind.OVER)
+            and request.result is Result.OK
+            and request.answered_at_ms <= put.sent_at_ms
+            and any(
+                created.kind is Kind.PUT
+                and created.result is Result.OK
+                and created.sent_at_ms <= request.answered_at_ms
+                for created in history[:index]
+            )
+        ]
+        if over and not any(
+            other.kind in (Kind.PUT, Kind.REPLAY)
+            and other.result is not Result.FAIL
+            and number != index
+            and other.sent_at_ms <= put.answered_at_ms
+            and (number > over[-1] or other.answered_at_ms >= history[over[-1]].sent_at_ms)
+            for number, other in enumerate(history)
+        ):
+            yield "I", f"{put.value!r} was created although {_describe(history[over[-1]])} said that the timer is over"
 
 
 def _replayed(later: Sequence[ClientRequest], call: Callback) -> bool:
@@ -356,6 +408,8 @@ def _may_be_skipped(history: Sequence[ClientRequest], put: ClientRequest, seen: 
     was recorded before an update that kept the time."""
     if not put.skip_late_ms:
         return False
+    if put.repeats:
+        return True  # of each occurrence: testing/occurrences.py
     index = history.index(put)
     values = {put.value}
     while history[index].keeps_due:
@@ -370,7 +424,8 @@ def _may_be_skipped(history: Sequence[ClientRequest], put: ClientRequest, seen: 
         call.value in values
         and call.started_at_ms <= first.due_ms + put.skip_late_ms
         and call.recorded_at_ms
-        and (call.value == put.value or call.recorded_at_ms < put.sent_at_ms)
+        # If the call of an earlier value was accepted, the update changed a further call that the receiver asked for.
+        and (call.value == put.value or (call.recorded_at_ms < put.sent_at_ms and not call.accepted_at_ms))
         for call in seen
     )
 

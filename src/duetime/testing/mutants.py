@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from msgspec import Struct
@@ -16,12 +17,21 @@ from msgspec.structs import replace
 
 from duetime.api.peer_server import _RequestNumbers
 from duetime.cluster.membership import Membership
-from duetime.domain.timer import Namespace
+from duetime.domain import recurrence, settle
+from duetime.domain.flow_shares import FlowAllowance, FlowReport, FlowShare
+from duetime.domain.schedule import Occurrence
+from duetime.domain.settle import Settlement
+from duetime.domain.timer import CommandPosition, Namespace, Outcome, Timer, TimerSpec, Verdict
+from duetime.domain.wall_clock import ScheduleState
 from duetime.engine.fire_loop import FireLoop, Firing
+from duetime.engine.flow_homes import FlowHomes
+from duetime.engine.flow_slots import Slots
 from duetime.engine.namespaces import Namespaces
 from duetime.engine.ownership import Ownership
 from duetime.engine.shard import Entry, Phase, Shard, end_of
+from duetime.engine.window import Window
 from duetime.errors import Conflict, NotOwner, ShardLost
+from duetime.service.commands import Commands
 from duetime.service.forwarded import ForwardedCommands
 from duetime.service.namespaces import NamespaceOperations
 from duetime.stores.memory import MemoryStore
@@ -33,7 +43,7 @@ __all__ = ["MUTANTS", "Mutant"]
 class Mutant(Struct, frozen=True):
     name: str
     wrong: str  # the defect, in words
-    patches: tuple[tuple[type, str, Any], ...]
+    patches: tuple[tuple[type | ModuleType, str, Any], ...]
     seeds: int = 100  # it is caught within so many seeds
 
     @contextmanager
@@ -95,18 +105,18 @@ def _settle_whatever_is_there(self: Shard, entry: Entry, settlement: Any) -> boo
     return True
 
 
-def _end_load_too_far(self: Shard, page: Any, until_ms: int) -> None:
-    _right_end_load(self, page, until_ms)
+def _end_load_too_far(self: Shard, page: Any, now_ms: int) -> None:
+    _right_end_load(self, page, now_ms)
     if page is not None and not self.dropped:
-        self.horizon = end_of(self.horizon.execute_at_ms)
+        self.window.horizon = end_of(self.horizon.execute_at_ms)
 
 
 _right_end_load = Shard.end_load
 
 
-def _end_load_page_wins(self: Shard, page: Any, until_ms: int) -> None:
+def _end_load_page_wins(self: Shard, page: Any, now_ms: int) -> None:
     self._changed_during_load = {}
-    _right_end_load(self, page, until_ms)
+    _right_end_load(self, page, now_ms)
 
 
 def _arm_without_waking(self: FireLoop, entry: Entry) -> None:
@@ -219,17 +229,127 @@ _right_shard_begin = Shard.begin
 def _shrink_without_the_horizon(self: Shard, cutoff_ms: int) -> None:
     before = self.horizon
     _right_shrink(self, cutoff_ms)
-    self.horizon = before
+    self.window.horizon = before
 
 
 _right_shrink = Shard.shrink
 
 
-def _forgets_what_was_decided_meanwhile(self: Shard, page: Any, until_ms: int) -> None:
+def _forgets_what_was_decided_meanwhile(self: Shard, page: Any, now_ms: int) -> None:
     """What was written beyond the old horizon while the page was read is not on the page."""
     if self._changed_during_load:
         self._changed_during_load = dict.fromkeys(self._changed_during_load)
-    _right_end_load(self, page, until_ms)
+    _right_end_load(self, page, now_ms)
+
+
+def _spill_without_a_backlog(self: Window, position: Any) -> None:
+    pass
+
+
+def _jump_without_a_backlog(self: Window, load: Any, following: Any, now_ms: int) -> Any:
+    before = self.backlog
+    end = _right_window_end_load(self, load, following, now_ms)
+    if not load.is_backlog:
+        self.backlog = before
+    return end
+
+
+_right_window_end_load = Window.end_load
+
+
+def _ends_the_backlog_after_a_page(self: Window, load: Any, following: Any, now_ms: int) -> Any:
+    end = _right_window_end_load(self, load, following, now_ms)
+    if load.is_backlog:
+        self.backlog = None
+    return end
+
+
+def _is_never_over_share(self: Slots, namespace: Any) -> bool:
+    return False
+
+
+def _origin_of(self: Timer) -> str:
+    return "/".join(self.callback_url.split("/")[:3])
+
+
+def _discard_nothing(self: FireLoop, entry: Entry) -> None:
+    pass
+
+
+def _the_whole_limit(self: FlowHomes, instance: str, report: FlowReport) -> FlowAllowance:
+    """Every instance may use the whole limit of a flow."""
+    namespace = self._namespaces.known(report.namespace)
+    return FlowAllowance(undecided=True) if namespace is None else FlowAllowance(None, None)
+
+
+def _raise_at_once(self: FlowShare, *args: Any, may_raise: bool = True) -> FlowAllowance:
+    """A new home gives the limit away before it has heard who uses it already."""
+    return _right_report(self, *args, may_raise=True)
+
+
+_right_report = FlowShare.report
+
+
+async def _existing_whatever_is_over(self: Commands, shard: Shard, key: Any, spec: TimerSpec, timer: Timer) -> Any:
+    return await _right_existing(self, shard, key, replace(spec, ignore_reached=False), timer)
+
+
+_right_existing = Commands._existing
+
+
+def _is_after_whatever_comes(self: CommandPosition, other: CommandPosition) -> bool:
+    return True
+
+
+async def _deleted_only_if_created(
+    self: Commands, shard: Shard, key: Any, command: CommandPosition | None = None, *, if_stored: bool = False
+) -> Verdict:
+    found = await self._find(shard, key)
+    if command is not None and found.timer is None and found.reached is None and found.unreadable is None:
+        return Verdict.CANCELLED
+    return await _right_delete(self, shard, key, command, if_stored=if_stored)
+
+
+_right_delete = Commands.delete
+
+
+def _following_the_delivery(state: ScheduleState, now_ms: int) -> Occurrence | None:
+    return _right_following(replace(state, after_ms=max(state.after_ms, now_ms)), now_ms)
+
+
+_right_following = recurrence.following
+
+
+def _over_after_a_failure(settlement: Settlement, now_ms: int) -> Settlement:
+    if settlement.reached is not None and settlement.reached.outcome is Outcome.FAILED:
+        return Settlement(settlement.reached, None, settlement.succeeded)
+    return _right_continued(settlement, now_ms)
+
+
+_right_continued = settle._continued
+
+
+def _settle_and_then_arm(self: Shard, entry: Entry, settlement: Settlement) -> None:
+    """The end of an occurrence is committed, and the next one a moment later."""
+    rearmed = settlement.rearmed
+    if settlement.reached is None or rearmed is None or recurrence.state_of(rearmed) is None:
+        _right_shard_settle(self, entry, settlement)
+        return
+    _right_shard_settle(self, entry, Settlement(settlement.reached, None, settlement.succeeded))
+    self._loop.call_later(0.1, _write_if_possible, self, rearmed)
+
+
+def _write_if_possible(shard: Shard, timer: Timer) -> None:
+    if not shard.closing and shard._counters.has_room():
+        shard.write(timer.key, timer, []).add_done_callback(lambda written: written.cancelled() or written.exception())
+
+
+_right_shard_settle = Shard._settle
+
+
+def _id_of_an_attempt(self: Timer) -> str:
+    high_low = f"{self.uuid_high:x}{self.uuid_low:x}"
+    return f"{high_low}.{self.generation:x}.{self.extras.occurrence}.{self.attempts}"
 
 
 MUTANTS = (
@@ -336,8 +456,90 @@ MUTANTS = (
         ((Shard, "shrink", _shrink_without_the_horizon),),
     ),
     Mutant(
+        "namespace-without-share",
+        "one namespace may use all slots",
+        ((Slots, "_is_over_share", _is_never_over_share),),
+    ),
+    Mutant(
+        "breaker-without-flow",
+        "all URLs of an origin have one breaker",
+        ((Timer, "flow_key", property(_origin_of)),),
+    ),
+    Mutant(
+        "discard-forgotten",
+        "a timer that is deleted while it is held stays in its queue",
+        ((FireLoop, "discard", _discard_nothing),),
+    ),
+    Mutant(
+        "backlog-forgotten",
+        "due timers are removed from memory, and nothing says that they have to be loaded again",
+        ((Window, "add_to_backlog", _spill_without_a_backlog),),
+    ),
+    Mutant(
+        "overdue-timers-skipped",
+        "the horizon is set to now, and the timers between the page and now are not loaded",
+        ((Window, "end_load", _jump_without_a_backlog),),
+    ),
+    Mutant(
+        "backlog-ends-too-early",
+        "one page of the backlog counts as all of it",
+        ((Window, "end_load", _ends_the_backlog_after_a_page),),
+    ),
+    Mutant(
+        "low-water-passes-backlog",
+        "the low-water mark rises past timers of the backlog that are not in memory",
+        ((Window, "complete_until", property(lambda self: self.horizon)),),
+        seeds=200,
+    ),
+    Mutant(
         "load-misses-what-was-written",
         "a timer written while a page was read is neither on the page nor placed",
         ((Shard, "end_load", _forgets_what_was_decided_meanwhile),),
+    ),
+    Mutant(
+        "limits-not-divided",
+        "every instance may use the whole limit of a flow",
+        ((FlowHomes, "answer", _the_whole_limit),),
+    ),
+    Mutant(
+        "new-home-raises-at-once",
+        "a new home of a flow gives the limit away before it has heard who uses it already",
+        ((FlowShare, "report", _raise_at_once),),
+        seeds=300,
+    ),
+    Mutant(
+        "if-reached-ignored",
+        "a create with ifReached=ignore creates a timer again that is over",
+        ((Commands, "_existing", _existing_whatever_is_over),),
+    ),
+    Mutant(
+        "older-command-replaces-newer",
+        "a command that arrives late replaces or cancels what a later one has written",
+        ((CommandPosition, "is_after", _is_after_whatever_comes),),
+    ),
+    Mutant(
+        "early-cancel-forgotten",
+        "the cancel of a timer that is not created yet leaves nothing behind, and its create arrives after it",
+        ((Commands, "delete", _deleted_only_if_created),),
+    ),
+    Mutant(
+        "next-from-the-delivery",
+        "the next occurrence is the first after the delivery, not after the occurrence before it",
+        ((settle, "following", _following_the_delivery),),
+    ),
+    Mutant(
+        "over-after-a-failure",
+        "an occurrence that failed ends the schedule",
+        ((settle, "_continued", _over_after_a_failure),),
+    ),
+    Mutant(
+        "next-in-another-commit",
+        "the end of an occurrence is committed, and the next occurrence a moment later",
+        ((Shard, "_settle", _settle_and_then_arm),),
+    ),
+    Mutant(
+        "id-of-the-attempt",
+        "an occurrence that is called again has another id, so that its receiver acts twice",
+        ((Timer, "delivery_id", property(_id_of_an_attempt)),),
     ),
 )

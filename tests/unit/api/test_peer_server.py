@@ -9,23 +9,50 @@ import pytest
 
 from duetime.api import peer_server as door_module
 from duetime.api.peer_server import PeerServer
+from duetime.cluster import peer_protocol
 from duetime.cluster.forwarding import CommandAnswer, DeleteCommand, Forward, Peer
 from duetime.cluster.peer_protocol import (
+    ALLOWANCES_PATH,
+    ANSWER_SIGNATURE,
     COMMANDS_PATH,
+    FLOWS_PATH,
+    FLOWS_PER_REQUEST_MAX,
+    FROM,
     SIGNATURE,
     STATUS_PATH,
+    TO,
     CommandBatch,
+    FlowReportBatch,
+    FlowsRequest,
     Reply,
     StatusRequest,
+    decode_flow_allowances,
+    decode_flows,
     decode_replies,
     encode,
     reply_of,
     sign,
+    sign_answer,
 )
+from duetime.domain.flow_shares import FlowAllowance, FlowReport
+from duetime.domain.flow_status import FlowQuery, FlowState, FlowStatus
 from duetime.domain.timer import TimerKey, Verdict
 from duetime.errors import Conflict, DuetimeError, Forbidden, InvalidField, NotOwner, Unauthenticated
-from duetime.http.server import Request, Response
+from duetime.http.messages import Request, Response
 from duetime.service.service import Service
+
+FLOW = FlowStatus(
+    namespace="orders",
+    flow_key="größe 😀",
+    origin="https://shop.example",
+    state=FlowState.HALF_OPEN,
+    waiting=3,
+    in_flight=1,
+    until_ms=7,
+    last_error="HTTP 500",
+    rate=0.5,
+    concurrency=2,
+)
 
 
 class Commands:
@@ -33,7 +60,7 @@ class Commands:
 
     def __init__(self) -> None:
         self.peer = Peer("b", "b:1", "the secret")
-        self.forwarded = self
+        self.forwarded = self.flows = self
         self.got: list[str] = []
         self.errors: dict[str, Exception] = {}
         self.pending: dict[str, asyncio.Future[CommandAnswer]] = {}
@@ -43,6 +70,14 @@ class Commands:
 
     def instance_status(self) -> dict[str, str]:
         return {"instance_id": self.peer.instance_id}
+
+    def own(self, query: FlowQuery) -> list[FlowStatus]:
+        self.asked = query
+        return [FLOW]
+
+    def flow_allowances(self, sender: str, number: int, reports: list[FlowReport]) -> list[FlowAllowance]:
+        self.got += [f"{sender} {number} {report.flow_key}" for report in reports]
+        return [FlowAllowance(1.0, 1) for _ in reports]
 
     def receive(self, forward: Forward) -> asyncio.Future[CommandAnswer]:
         return self._answer(forward.command_id, Verdict.CANCELLED)
@@ -79,6 +114,11 @@ def request(
     number: int, *new: str, sender: str = "a", to: str = "b", secret: str = "the secret", again: tuple[str, ...] = ()
 ) -> Request:
     body = encode(CommandBatch(to, sender, number, [command(name) for name in new], list(again)))
+    headers = {SIGNATURE: sign(secret, body), FROM: sender, TO: to}
+    return Request("POST", COMMANDS_PATH, headers={k.encode(): v.encode() for k, v in headers.items()}, body=body)
+
+
+def signed(body: bytes, secret: str = "the secret") -> Request:
     return Request("POST", COMMANDS_PATH, headers={SIGNATURE.encode(): sign(secret, body).encode()}, body=body)
 
 
@@ -111,6 +151,16 @@ async def test_a_question_about_the_status_is_accepted_once_too(server: PeerServ
     assert await accepts(server, sent)
     assert not await accepts(server, sent)
     assert not await accepts(server, request(1)), "commands and status requests are numbered together"
+
+
+async def test_flows_are_answered_once_and_arrive_with_every_field(server: PeerServer, owner: Commands) -> None:
+    query = FlowQuery(namespaces=("orders",), after=("orders", "a"), limit=7, flow_key="größe 😀")
+    body = encode(FlowsRequest("b", "a", 1, query))
+    sent = Request("POST", FLOWS_PATH, headers={SIGNATURE.encode(): sign("the secret", body).encode()}, body=body)
+    assert decode_flows((await server.handle(sent)).body) == [FLOW]
+    assert owner.asked == query
+    assert not await accepts(server, sent)
+    assert not await accepts(server, request(1)), "all requests are numbered together"
 
 
 async def test_requests_may_overtake_each_other(server: PeerServer) -> None:
@@ -246,7 +296,7 @@ async def test_a_request_for_another_instance_or_without_a_signature_is_refused(
     with pytest.raises(Unauthenticated):
         await server.handle(Request("POST", STATUS_PATH, body=encode(StatusRequest("b", "a", 1))))
     with pytest.raises(InvalidField):
-        await server.handle(Request("POST", COMMANDS_PATH, body=b"invalid"))
+        await server.handle(signed(b"invalid"))
     assert owner.got == []
     assert await accepts(server, request(1, "t1")), "a refused request uses up no number"
 
@@ -334,3 +384,92 @@ async def test_a_command_that_was_cancelled_is_unknown(server: PeerServer, owner
     owner.pending = {"t1": cancelled}
     [reply] = replies(await server.handle(request(1, "t1")))
     assert reply.error == "OutcomeUnknown"
+
+
+# --- before anything is decoded ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [COMMANDS_PATH, STATUS_PATH, FLOWS_PATH])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000, b"\x81\xa2to\xa1\xff", b"x" * 3_000_000]
+)
+async def test_nothing_of_a_stranger_is_decoded(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes
+) -> None:
+    def decode(body: bytes) -> Any:
+        pytest.fail("decoded before the signature was verified")
+
+    monkeypatch.setattr(door_module, "decode_commands", decode)
+    monkeypatch.setattr(door_module, "decode_status_request", decode)
+    monkeypatch.setattr(door_module, "decode_flows_request", decode)
+    for signature in (b"", b"0" * 64, b"\xff" * 64, sign("", body).encode()):
+        with pytest.raises(Unauthenticated):
+            await server.handle(Request("POST", path, headers={SIGNATURE.encode(): signature}, body=body))
+
+
+async def test_what_cannot_be_decoded_is_refused_without_a_traceback(server: PeerServer) -> None:
+    for body in (b"", b"\x91" * 100_000, b"\x81\xa2to\xa1\xff", encode({"to": "b"})):
+        with pytest.raises(InvalidField):
+            await server.handle(signed(body))
+
+
+async def test_other_tasks_run_while_a_large_body_is_hashed(server: PeerServer) -> None:
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    with pytest.raises(Unauthenticated):
+        await server.handle(signed(b"x" * 4_000_000, secret="of a stranger"))
+    task.cancel()
+    assert turns >= 4_000_000 // peer_protocol._SLICE
+
+
+async def test_an_answer_is_signed_for_its_request(server: PeerServer) -> None:
+    sent = request(1, "t1")
+    response = await server.handle(sent)
+    signature = dict(response.headers)[ANSWER_SIGNATURE]
+    assert signature == sign_answer("the secret", sent.header(SIGNATURE.encode()) or "", response.body)
+    assert signature != sign_answer("the secret", sign("the secret", b"another request"), response.body)
+
+
+# --- reports of flows ----------------------------------------------------------------------------
+
+
+def flows(number: int, count: int = 1, secret: str = "the secret") -> Request:
+    body = encode(FlowReportBatch("b", "a", number, [FlowReport("n", f"k{n}", waiting=1) for n in range(count)]))
+    return Request("POST", ALLOWANCES_PATH, headers={SIGNATURE.encode(): sign(secret, body).encode()}, body=body)
+
+
+async def test_reports_of_flows_are_answered_and_the_answer_is_signed(server: PeerServer, owner: Commands) -> None:
+    sent = flows(7, 2)
+    response = await server.handle(sent)
+    assert decode_flow_allowances(response.body).flows == [FlowAllowance(1.0, 1)] * 2
+    assert owner.got == ["a 7 k0", "a 7 k1"]
+    signature = (sent.header(SIGNATURE.encode())) or ""
+    assert dict(response.headers)[ANSWER_SIGNATURE] == sign_answer("the secret", signature, response.body)
+
+
+async def test_reports_of_flows_are_accepted_once(server: PeerServer, owner: Commands) -> None:
+    sent = flows(1)
+    assert await accepts(server, sent)
+    assert not await accepts(server, sent)
+    assert not await accepts(server, request(1)), "they are numbered together with commands"
+    assert len(owner.got) == 1
+
+
+async def test_a_request_reports_a_limited_number_of_flows(server: PeerServer, owner: Commands) -> None:
+    await server.handle(flows(1, FLOWS_PER_REQUEST_MAX))
+    with pytest.raises(InvalidField):
+        await server.handle(flows(2, FLOWS_PER_REQUEST_MAX + 1))
+    assert len(owner.got) == FLOWS_PER_REQUEST_MAX
+
+
+async def test_reports_of_flows_that_are_not_signed_are_refused(server: PeerServer, owner: Commands) -> None:
+    with pytest.raises(Unauthenticated):
+        await server.handle(flows(1, secret="another secret"))
+    assert owner.got == []

@@ -12,18 +12,27 @@ from duetime.cluster import peer_client
 from duetime.cluster.forwarding import CommandAnswer, CreateCommand, DeleteCommand, Forward, Peer, UpdateCommand
 from duetime.cluster.peer_client import PeerClient
 from duetime.cluster.peer_protocol import (
+    ALLOWANCES_PATH,
+    ANSWER_SIGNATURE,
     REFUSED,
     SIGNATURE,
     CommandBatch,
+    FlowAllowanceBatch,
+    FlowReportBatch,
     Reply,
     ReplyBatch,
     decode_commands,
+    decode_flow_reports,
     encode,
+    new_secret,
     reply_of,
     sign,
+    sign_answer,
 )
+from duetime.domain.flow_shares import FlowAllowance, FlowReport
+from duetime.domain.flow_status import FlowQuery
 from duetime.domain.timer import TimerKey, TimerPatch, TimerSpec, Verdict
-from duetime.errors import Busy, InvalidField, NotOwner, OutcomeUnknown, Unserved
+from duetime.errors import Busy, InvalidField, NotFound, NotOwner, OutcomeUnknown, SetupError, Unserved
 from duetime.http.client import Answer, HttpError, Target
 from duetime.testing.virtual import VirtualClock, run_virtual
 
@@ -492,18 +501,161 @@ def test_lines_of_many_peers_are_let_go_but_not_those_in_use() -> None:
 
 
 @pytest.mark.parametrize("failure", [failure for failure, _ in FAILURES if failure not in (_a_bug, _unreadable)])
-def test_a_status_that_is_not_answered_is_unserved_with_the_reason(failure: Any) -> None:
+@pytest.mark.parametrize("asked", ["status", "flows"])
+def test_a_read_that_is_not_answered_is_unserved_with_the_reason(failure: Any, asked: str) -> None:
     async def scenario(_: VirtualClock) -> None:
         wire = Wire(failure)
         peers = PeerClient(lambda: "a", wire)
 
         async def send(target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int) -> Answer | None:
-            assert (target.path, timeout_ms) == ("/peer/v1/status", 1_000)
+            assert (target.path, timeout_ms) == (f"/peer/v1/{asked}", 1_000)
             assert begin() is not None
             return await failure(CommandBatch("", "", 0, []))  # type: ignore[no-any-return]
 
         wire.send = send  # type: ignore[method-assign]
         with pytest.raises(Unserved, match=r"refused|another|replayed|allowed|closed|broke"):
-            await peers.status(PEER)
+            await (peers.status(PEER) if asked == "status" else peers.flows(PEER, FlowQuery(namespaces=None, limit=1)))
 
     run_virtual(scenario)
+
+
+# --- signed answers ------------------------------------------------------------------------------
+
+SIGNING = Peer("b", "b:1", new_secret(17, tls=False))
+
+
+class SignedWire(Wire):
+    """The other instance signs its answers; `forge` may change one on its way."""
+
+    def __init__(self, forge: Callable[[Answer], Answer]) -> None:
+        super().__init__(done)
+        self.forge = forge
+
+    async def send(self, target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int) -> Answer | None:
+        self.targets.append(target)
+        data = begin()
+        assert data is not None
+        body = data.partition(b"\r\n\r\n")[2]
+        batch = decode_commands(body) if b"new" in body else CommandBatch("b", "a", 1, [])
+        answer = await done(batch)
+        signature = sign_answer(SIGNING.secret, sign(SIGNING.secret, body), answer.body)
+        return self.forge(Answer(200, {ANSWER_SIGNATURE.encode(): signature.encode()}, answer.body))
+
+
+FORGERIES: dict[str, Callable[[Answer], Answer]] = {
+    "unsigned": lambda answer: Answer(200, {}, answer.body),
+    "of another request": lambda answer: Answer(
+        200,
+        {
+            ANSWER_SIGNATURE.encode(): sign_answer(
+                SIGNING.secret, sign(SIGNING.secret, b"another"), answer.body
+            ).encode()
+        },
+        answer.body,
+    ),
+    "changed": lambda answer: Answer(200, answer.raw_headers, encode(ReplyBatch([reply_of(Verdict.ALREADY_REACHED)]))),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_after_an_answer_that_the_instance_did_not_sign_the_outcome_is_unknown(forgery: str) -> None:
+    async def scenario(_: VirtualClock) -> None:
+        peers = PeerClient(lambda: "a", SignedWire(FORGERIES[forgery]))
+        assert await outcome(asked(peers, delete("t1"), SIGNING)) is OutcomeUnknown
+        with pytest.raises(Unserved, match="not signed with the secret of instance b"):
+            await peers.status(SIGNING)
+
+    run_virtual(scenario)
+
+
+def test_a_signed_answer_is_taken_and_an_older_instance_need_not_sign() -> None:
+    async def scenario(_: VirtualClock) -> None:
+        peers = PeerClient(lambda: "a", SignedWire(lambda answer: answer))
+        assert await outcome(asked(peers, delete("t1"), SIGNING)) is Verdict.CANCELLED
+        older = PeerClient(lambda: "a", Wire(done))
+        assert await outcome(asked(older, delete("t1"), PEER)) is Verdict.CANCELLED
+
+    run_virtual(scenario)
+
+
+def test_an_instance_with_a_certificate_is_reached_with_https() -> None:
+    async def scenario(_: VirtualClock) -> None:
+        for tls in (True, False):
+            wire = SignedWire(lambda answer: answer)
+            peer = Peer("b", "b:1", new_secret(17, tls=tls))
+            await outcome(asked(PeerClient(lambda: "a", wire), delete("t1"), peer))
+            assert wire.targets[0].tls is tls
+
+    run_virtual(scenario)
+
+
+def test_a_file_of_authorities_that_cannot_be_used_is_named() -> None:
+    with pytest.raises(SetupError, match=r"cluster\.ca_file: /no/such/file: No such file"):
+        PeerClient(lambda: "a", ca_file="/no/such/file")
+
+
+# --- allowances of flows -------------------------------------------------------------------------
+
+
+class FlowWire:
+    """Answers reports of flows with what the test says."""
+
+    def __init__(self, answer: Callable[[FlowReportBatch], Answer | None]) -> None:
+        self.answer = answer
+        self.paths: list[str] = []
+
+    async def send(self, target: Target, begin: Callable[[], bytes | None], *, timeout_ms: int) -> Answer | None:
+        data = begin()
+        assert data is not None
+        assert timeout_ms == 1_000
+        self.paths.append(data.split(b" ", 2)[1].decode())
+        return self.answer(decode_flow_reports(data.partition(b"\r\n\r\n")[2]))
+
+    async def close(self) -> None: ...
+
+
+def allowances_of(answer: Callable[[FlowReportBatch], Answer | None]) -> list[FlowAllowance]:
+    async def run(_: VirtualClock) -> list[FlowAllowance]:
+        wire = FlowWire(answer)
+        peers = PeerClient(lambda: "a", wire)
+        reports = [FlowReport("n", "k", waiting=2, rate=0.5), FlowReport("n", "l", in_flight=1, concurrency=1)]
+        try:
+            return await peers.flow_allowances(PEER, reports)
+        finally:
+            assert wire.paths == [ALLOWANCES_PATH]
+
+    return run_virtual(run)
+
+
+def test_reports_of_flows_are_answered_with_an_allowance_for_each() -> None:
+    got: list[FlowReportBatch] = []
+    given = [FlowAllowance(2.5, None), FlowAllowance(undecided=True)]
+
+    def answer(sent: FlowReportBatch) -> Answer:
+        got.append(sent)
+        return Answer(200, {}, encode(FlowAllowanceBatch(given)))
+
+    assert allowances_of(answer) == given
+    assert (got[0].to, got[0].sender, got[0].number) == ("b", "a", 1)
+    assert got[0].flows[0] == FlowReport("n", "k", 2, 0, 0.5, 0)
+    assert got[0].flows[1] == FlowReport("n", "l", 0, 1, 0.0, 1)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        Answer(503, {}, b"away"),
+        Answer(200, {}, b"\xc1"),
+        Answer(200, {}, encode(FlowAllowanceBatch([FlowAllowance()]))),
+    ],
+    ids=["no answer", "refused", "unreadable", "too few"],
+)
+def test_reports_of_flows_without_a_usable_answer_are_unserved(answer: Answer | None) -> None:
+    with pytest.raises(Unserved):
+        allowances_of(lambda _: answer)
+
+
+def test_an_instance_of_a_version_that_divides_no_limits_is_told_apart() -> None:
+    with pytest.raises(NotFound, match="does not divide limits"):
+        allowances_of(lambda _: Answer(404, {}, b"{}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -14,7 +15,7 @@ from duetime.clock import SystemClock
 from duetime.config import load_config
 from duetime.deliveries.egress import LOOPBACK, Resolver, literal_address, parse_networks, refusal
 from duetime.deliveries.webhook import Webhook
-from duetime.errors import AddressRefused
+from duetime.errors import AddressRefused, Shortage
 from duetime.http.client import HttpClient, HttpError
 from duetime.testing.virtual import VirtualClock, run_virtual
 
@@ -50,7 +51,7 @@ def test_the_corpus_is_a_corpus() -> None:
 async def test_a_hostile_target_is_refused_when_a_timer_is_created(entry: str) -> None:
     webhook = Webhook(load_config(environ={}), SystemClock(), loopback_allowed=False)
     with pytest.raises(ValueError, match="must not point at" if entry in HOSTS else "must "):
-        webhook.check(url_of(entry))
+        webhook.check(url_of(entry), "orders")
     await webhook.close()
 
 
@@ -110,7 +111,7 @@ def test_names_are_not_mistaken_for_addresses(host: str) -> None:
 class Names:
     """A DNS of our own: answers are set by the test, and may be held back."""
 
-    def __init__(self, *answers: list[str] | OSError) -> None:
+    def __init__(self, *answers: list[str] | Exception) -> None:
         self.answers = list(answers)
         self.asked = 0
         self.gate = asyncio.Event()
@@ -120,7 +121,7 @@ class Names:
         self.asked += 1
         await self.gate.wait()
         answer = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
-        if isinstance(answer, OSError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
@@ -244,7 +245,7 @@ def test_answers_age_by_the_defaults() -> None:
         assert tuple(await resolver("a.example", 80)) == ("8.8.4.4",)
         await asyncio.sleep(0.001)
         waiting = asyncio.create_task(resolver("a.example", 80))
-        await asyncio.sleep(60)
+        await asyncio.sleep(4)
         assert not waiting.done()  # what is known is too old to be used
         names.gate.set()
         assert tuple(await waiting) == ("1.1.1.1",)
@@ -324,6 +325,109 @@ async def test_a_full_cache_forgets_the_oldest_name_and_no_other() -> None:
         await settled(resolver)
         assert list(resolver._found) == [f"{letter}.example" for letter in known]
     assert Resolver()._names_max == 10_000
+
+
+async def test_names_of_one_owner_do_not_push_those_of_another_out_of_a_full_cache() -> None:
+    names = Names(["8.8.8.8"])
+    resolver = Resolver(lookup=names, names_max=10)
+    for number in range(3):
+        await resolver(f"{number}.victim.example", 443, "victim")
+    for number in range(100):
+        await resolver(f"{number}.hostile.example", 443, "hostile")
+    assert len(resolver._found) == 10
+    asked = names.asked
+    for number in range(3):
+        await resolver(f"{number}.victim.example", 443, "victim")
+    assert names.asked == asked
+    assert {owner: len(found) for owner, found in resolver._names.items()} == {"victim": 3, "hostile": 7}
+
+
+async def test_an_owner_with_one_name_gets_a_place_in_a_full_cache() -> None:
+    resolver = Resolver(lookup=Names(["8.8.8.8"]), names_max=2)
+    for owner in ("a", "b", "c", "d"):
+        await resolver(f"{owner}.example", 443, owner)
+    assert len(resolver._found) == 2
+    assert set(resolver._names) == {found.owner for found in resolver._found.values()}
+
+
+async def test_without_a_free_look_up_an_old_answer_is_used_and_an_unknown_name_is_a_shortage() -> None:
+    names = Names(["8.8.8.8"])
+    resolver = Resolver(lookup=names, fresh_ms=-1, lookups_max=1)
+    await resolver("known.example", 443, "a")
+    await settled(resolver)
+    names.gate.clear()
+    hanging = asyncio.create_task(resolver("hang.example", 443, "a"))
+    await asyncio.sleep(0)
+    assert tuple(await resolver("known.example", 443, "b")) == ("8.8.8.8",)
+    with pytest.raises(Shortage, match=r"too many names of namespace .*; new\.example has to wait"):
+        await resolver("new.example", 443, "b")
+    names.gate.set()
+    assert tuple(await hanging) == ("8.8.8.8",)
+    await settled(resolver)
+    assert tuple(await resolver("new.example", 443, "b")) == ("8.8.8.8",)
+
+
+async def test_a_name_that_another_owner_waits_for_needs_no_look_up_of_its_own() -> None:
+    names = Names(["8.8.8.8"])
+    names.gate.clear()
+    resolver = Resolver(lookup=names, lookups_max=1)
+    first = asyncio.create_task(resolver("a.example", 443, "a"))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(resolver("a.example", 443, "b"))
+    await asyncio.sleep(0)
+    names.gate.set()
+    assert tuple(await first) == tuple(await second) == ("8.8.8.8",)
+    assert names.asked == 1
+
+
+def test_a_failure_that_took_long_is_remembered_for_as_long() -> None:
+    """So that a name whose servers do not answer has a thread at most half of the time."""
+
+    async def scenario(_: VirtualClock) -> None:
+        names = Names(socket.gaierror(socket.EAI_AGAIN, "Try again"))
+        resolver = Resolver(lookup=names)
+        names.gate.clear()
+        with pytest.raises(socket.gaierror, match="no answer within 5 s"):
+            await resolver("a.example", 80)
+        await asyncio.sleep(15)  # 20 s in all
+        names.gate.set()
+        await settled(resolver)
+        await asyncio.sleep(19.9)
+        with pytest.raises(socket.gaierror, match="Try again"):
+            await resolver("a.example", 80)
+        assert names.asked == 1
+        await asyncio.sleep(0.2)
+        with pytest.raises(socket.gaierror, match="Try again"):
+            await resolver("a.example", 80)
+        assert names.asked == 2
+
+    run_virtual(scenario)
+
+
+def test_a_name_known_from_before_is_not_looked_up_at_the_pace_of_timers_while_dns_fails() -> None:
+    async def scenario(_: VirtualClock) -> None:
+        names = Names(["8.8.8.8"], socket.gaierror(socket.EAI_AGAIN, "Try again"))
+        resolver = Resolver(lookup=names)
+        await resolver("a.example", 80)
+        await asyncio.sleep(31)
+        for _n in range(20):
+            assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
+            await settled(resolver)
+        assert names.asked == 2
+        await asyncio.sleep(2.1)
+        await resolver("a.example", 80)
+        await settled(resolver)
+        assert names.asked == 3
+
+    run_virtual(scenario)
+
+
+async def test_a_shortage_while_a_name_is_looked_up_is_not_remembered() -> None:
+    for error in (OSError(errno.EMFILE, "Too many open files"), Shortage("no thread", sent=False)):
+        resolver = Resolver(lookup=Names(error, ["8.8.8.8"]))
+        with pytest.raises(Shortage):
+            await resolver("a.example", 80)
+        assert tuple(await resolver("a.example", 80)) == ("8.8.8.8",)
 
 
 async def test_closing_the_resolver_ends_its_lookups() -> None:

@@ -15,6 +15,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from open_files import no_more_files
 from raw_server import serving
 
 from duetime import __version__
@@ -27,7 +30,7 @@ from duetime.domain.instants import parse_instant
 from duetime.domain.settle import AttemptResult, Contact, Settlement, settle
 from duetime.domain.timer import Extras, Namespace, Timer, uuid_of
 from duetime.errors import SetupError
-from duetime.http.client import HttpClient
+from duetime.http.client import HttpClient, parse_target
 from duetime.signing import new_secret, verify
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n" + b'{"ok":true}'
@@ -354,7 +357,7 @@ async def test_receivers_are_checked_against_the_authorities_of_the_configuratio
             assert (await webhook.deliver(attempt(timer(url)))).status == 200
         async with webhooks() as webhook:
             result = await webhook.deliver(attempt(timer(url)))
-            assert result.contact is Contact.BROKEN
+            assert result.contact is Contact.UNREACHABLE
             assert "not accepted" in str(result.error)
 
 
@@ -404,7 +407,7 @@ async def test_case_13_an_object_larger_than_the_limit_is_never_a_success(
 async def settled(webhook: Webhook, url: str) -> Settlement:
     called = timer(url)
     result = await webhook.deliver(attempt(called))
-    return settle(called, result, NAMESPACE, started_at_ms=FIRED_AT_MS, now_ms=FIRED_AT_MS, jitter=0.5)
+    return settle(called, result, NAMESPACE, started_at_ms=FIRED_AT_MS, now_ms=FIRED_AT_MS, jitter=lambda: 0.5)
 
 
 @pytest.mark.parametrize(("of_timer", "of_namespace"), [(1, 60), (None, 1)])
@@ -421,17 +424,41 @@ async def test_case_12_a_receiver_that_hangs_is_given_up_at_the_timers_or_the_na
     assert result == AttemptResult(Contact.BROKEN, error="no answer within 1 s")
 
 
-async def test_a_dead_destination_is_a_broken_attempt_with_a_reason(webhook: Webhook) -> None:
+async def test_a_dead_destination_is_an_attempt_without_contact_and_has_a_reason(webhook: Webhook) -> None:
     listening = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     listening.close()
     result = await webhook.deliver(attempt(timer(f"http://127.0.0.1:{port}/")))
-    assert result == AttemptResult(Contact.BROKEN, error=f"connection refused by 127.0.0.1:{port}")
+    assert result == AttemptResult(Contact.UNREACHABLE, error=f"connection refused by 127.0.0.1:{port}")
 
 
-async def test_a_name_that_does_not_exist_is_a_broken_attempt(webhook: Webhook) -> None:
+async def test_a_timers_own_deadline_that_ends_connecting_says_nothing_about_the_origin(webhook: Webhook) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await reader.read()
+
+    async with serving(silent) as server:
+        called = timer(server.url.replace("http://", "https://"), callback_timeout_seconds=1)
+        result = await webhook.deliver(attempt(called))
+        assert result == AttemptResult(Contact.TIMED_OUT, error="connect timeout after 1 s")
+    settled = settle(called, result, NAMESPACE, started_at_ms=FIRED_AT_MS, now_ms=FIRED_AT_MS, jitter=lambda: 0.5)
+    assert settled.rearmed is not None
+    assert settled.rearmed.attempts == 1
+
+
+async def test_a_timers_own_deadline_that_ends_a_look_up_says_nothing_about_the_origin() -> None:
+    async def lookup(host: str) -> Sequence[str]:
+        await asyncio.Event().wait()
+        return ()
+
+    async with webhooks(resolver=Resolver(LOOPBACK, lookup=lookup)) as webhook:
+        result = await webhook.deliver(attempt(timer("http://slow.example/", callback_timeout_seconds=1)))
+        error = "cannot resolve slow.example: no answer within 1 s"
+        assert result == AttemptResult(Contact.TIMED_OUT, error=error)
+
+
+async def test_a_name_that_does_not_exist_is_an_attempt_without_contact(webhook: Webhook) -> None:
     result = await webhook.deliver(attempt(timer("http://nowhere.invalid/")))
-    assert result.contact is Contact.BROKEN
+    assert result.contact is Contact.UNREACHABLE
     assert (result.error or "").startswith("cannot resolve nowhere.invalid: ")
 
 
@@ -478,7 +505,7 @@ async def test_case_15_a_redirect_is_not_followed(webhook: Webhook, receiver: Re
 async def test_it_is_a_deliverer() -> None:
     async with webhooks() as webhook:
         deliverer: Deliverer = webhook
-        deliverer.check("https://shop.example/hooks")
+        deliverer.check("https://shop.example/hooks", "orders")
 
 
 @pytest.mark.parametrize(
@@ -493,38 +520,39 @@ async def test_it_is_a_deliverer() -> None:
 )
 async def test_targets_of_one_origin_are_one_destination(webhook: Webhook, url: str, destination: str) -> None:
     for _ in range(2):
-        assert webhook.destination(url) == destination
+        assert webhook.origin(url) == destination
 
 
 async def test_check_raises_what_is_wrong_each_time() -> None:
     async with webhooks(allow_http=False, loopback=False) as webhook:
-        webhook.check("https://shop.example/")
+        webhook.check("https://shop.example/", "orders")
         for _ in range(2):
             with pytest.raises(ValueError, match="must start with https://"):
-                webhook.check("http://shop.example/")
+                webhook.check("http://shop.example/", "orders")
             with pytest.raises(ValueError, match=r"must not point at 127\.0\.0\.1, a loopback address"):
-                webhook.check("https://0x7f.1/")
+                webhook.check("https://0x7f.1/", "orders")
             with pytest.raises(ValueError, match="user name"):
-                webhook.check("https://u:p@shop.example/")
+                webhook.check("https://u:p@shop.example/", "orders")
 
 
 async def test_allowed_networks_and_loopback_are_let_through() -> None:
     async with webhooks(allow_networks=["10.1.0.0/16"], loopback=False) as webhook:
-        webhook.check("http://10.1.2.3/")
-        webhook.check("http://[::ffff:10.1.2.3]/")
-        webhook.check("http://mylocalhost/")
+        webhook.check("http://10.1.2.3/", "orders")
+        webhook.check("http://[::ffff:10.1.2.3]/", "orders")
+        webhook.check("http://mylocalhost/", "orders")
         for url in ("http://10.2.0.1/", "http://localhost/", "http://127.0.0.1/"):
             with pytest.raises(ValueError, match="must not point at"):
-                webhook.check(url)
+                webhook.check(url, "orders")
     async with webhooks() as webhook:
         for url in ("http://localhost:8080/", "http://127.0.0.1/", "http://[::1]/"):
-            webhook.check(url)
+            webhook.check(url, "orders")
 
 
-async def test_what_is_known_of_urls_is_bounded(webhook: Webhook) -> None:
+async def test_what_is_known_of_origins_is_bounded(webhook: Webhook) -> None:
     for number in range(10_000):
-        webhook.check(f"https://shop.example/{number}")
-    assert len(webhook._parsed) <= 4_096
+        webhook.check(f"https://shop.example/{number}", "orders")
+        webhook.check(f"https://shop{number}.example/", "orders")
+    assert len(webhook._origins) + len(webhook._older_origins) <= 2 * 4_096
 
 
 @pytest.mark.parametrize(
@@ -546,11 +574,11 @@ def test_a_wrong_setting_stops_the_start(setting: dict[str, Any], problem: str) 
 async def test_the_machine_itself_is_refused_by_name_when_a_timer_is_created(host: str) -> None:
     async with webhooks(loopback=False) as webhook:
         with pytest.raises(ValueError, match="a loopback address"):
-            webhook.check(f"http://{host}/hook")
+            webhook.check(f"http://{host}/hook", "orders")
         for other in ("localhost.example", "notlocalhost"):
-            webhook.check(f"http://{other}/hook")
+            webhook.check(f"http://{other}/hook", "orders")
     async with webhooks(loopback=True) as webhook:
-        webhook.check(f"http://{host}/hook")
+        webhook.check(f"http://{host}/hook", "orders")
 
 
 async def test_the_resolver_of_a_webhook_is_closed_with_it() -> None:
@@ -576,7 +604,7 @@ async def test_the_client_of_a_webhook_is_closed_with_it(receiver: Receiver) -> 
     await webhook.deliver(attempt(timer(receiver.url)))
     await webhook.close()
     result = await webhook.deliver(attempt(timer(receiver.url)))
-    assert result == AttemptResult(Contact.BROKEN, error="the client is closed")
+    assert result == AttemptResult(Contact.NOT_SENT)
 
 
 async def test_a_resolver_can_be_shared_with_a_client_of_ones_own(receiver: Receiver) -> None:
@@ -586,3 +614,166 @@ async def test_a_resolver_can_be_shared_with_a_client_of_ones_own(receiver: Rece
     assert answer.status == 200
     await client.close()
     await resolver.close()
+
+
+# --- what is known by origin ---------------------------------------------------------------------
+
+BAD_PATHS = [
+    "/a b",
+    "/a\r\nx: y",
+    "/a\nb",
+    "/a\tb",
+    "/\x00",
+    "/\x7f",
+    "/ü",
+    "/#part",
+    "/a#",
+    "?a b",
+    "?\r\n",
+    "/" + "a" * 2_048,
+]
+GOOD_PATHS = ["", "/", "/a", "/a?b=c&d", "?x=1", "?x=/y", "/%20/~!$'()*,;:@", "/a//b/../c", "/?a?b", "/" + "a" * 1_900]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS + GOOD_PATHS)
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_url_of_a_known_origin_is_checked_like_any_other(webhook: Webhook, path: str, known: bool) -> None:
+    if known:
+        webhook.check("https://shop.example/", "orders")
+    url = f"https://shop.example{path}"
+    if path in GOOD_PATHS:
+        webhook.check(url, "orders")
+        assert webhook.origin(url) == "https://shop.example:443"
+        return
+    with pytest.raises(ValueError) as expected:
+        parse_target(url)
+    with pytest.raises(ValueError) as caught:
+        webhook.check(url, "orders")
+    assert str(caught.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("path", BAD_PATHS)
+async def test_what_could_end_the_first_line_of_a_request_is_never_sent_whatever_was_stored(
+    webhook: Webhook, receiver: Receiver, path: str
+) -> None:
+    await webhook.deliver(attempt(timer(receiver.url)))
+    result = await webhook.deliver(attempt(timer(receiver.url.removesuffix("/hook?x=1") + path), begin=never_begun))
+    assert result.contact is Contact.REFUSED
+    assert (result.error or "").startswith("callbackUrl must ")
+    assert len(receiver.requests) == 1
+
+
+def never_begun() -> int | None:
+    raise AssertionError("nothing may be sent")
+
+
+@given(st.text("/?#:@[] a1.\r\n\\%é", max_size=20), st.sampled_from(["http://", "https://", "http:/", "https://a", ""]))
+def test_a_url_is_accepted_if_and_only_if_it_can_be_parsed(rest: str, start: str) -> None:
+    webhook = Webhook(config(), FixedClock(), loopback_allowed=False, resolver=Resolver())
+    for origin in ("http://a", "https://a", "https://a1", "http://a:1"):
+        webhook.check(origin, "orders")
+    url = start + rest
+    wrong = ""
+    try:
+        target = parse_target(url)
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        with pytest.raises(ValueError) as caught:
+            webhook.check(url, "orders")
+        assert str(caught.value) == wrong
+    else:
+        assert webhook.origin(url) == target.origin
+        origin_known, path = webhook._split(url)
+        assert (origin_known.target.host_header, path) == (target.host_header, target.path)
+
+
+async def test_a_host_without_a_path_is_not_taken_for_a_shorter_known_one(webhook: Webhook) -> None:
+    webhook.check("https://shop.exampl", "orders")
+    assert webhook.origin("https://shop.example") == "https://shop.example:443"
+
+
+async def test_a_url_for_each_timer_is_one_origin(webhook: Webhook) -> None:
+    for number in range(1_000):
+        webhook.check(f"https://shop.example/hook?id={number}", "orders")
+    assert list(webhook._origins) == ["https://shop.example"]
+
+
+async def test_an_origin_in_use_stays_known_however_many_others_are_called_once(webhook: Webhook) -> None:
+    known = webhook._split("https://shop.example/")[0]
+    for number in range(20_000):
+        webhook.origin(f"https://other{number}.example/")
+        if number % 1_000 == 0:
+            assert webhook._split("https://shop.example/")[0] is known
+
+
+async def test_a_query_without_a_path_is_sent_with_one(webhook: Webhook) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        while True:
+            requests.append(await server.read_request(reader))
+            writer.write(OK)
+
+    requests: list[bytes] = []
+    async with serving(handler) as server:
+        for query in ("?id=1", "?id=2/3"):
+            url = server.url.replace("/hook", query)
+            assert (await webhook.deliver(attempt(timer(url)))).status == 200
+    assert [request.split(b"\r\n")[0] for request in requests] == [
+        b"POST /?id=1 HTTP/1.1",
+        b"POST /?id=2/3 HTTP/1.1",
+    ]
+
+
+# --- a shortage of ours --------------------------------------------------------------------------
+
+
+async def test_without_a_file_descriptor_nothing_begins_and_it_is_no_attempt(
+    webhook: Webhook, receiver: Receiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("duetime"), "propagate", True)
+    with no_more_files():
+        for _ in range(3):
+            result = await webhook.deliver(attempt(timer(receiver.url), begin=never_begun))
+            assert result.contact is Contact.SHORTAGE
+    assert [record.message for record in caplog.records] == [
+        "callbacks have to wait: no socket for a call: Too many open files; this does not count as an attempt"
+    ]
+    assert (await webhook.deliver(attempt(timer(receiver.url)))).status == 200
+
+
+async def test_a_shortage_after_the_callback_was_sent_is_an_attempt(webhook: Webhook, receiver: Receiver) -> None:
+    await webhook.deliver(attempt(timer(receiver.url)))
+
+    async def close() -> None:
+        webhook._client._sockets_max = 0
+
+    receiver.answer = close
+    result = await webhook.deliver(attempt(timer(receiver.url)))
+    assert (result.contact, result.error) == (Contact.BROKEN, "all 0 sockets for calls are in use")
+    assert len(receiver.requests) == 2
+
+
+async def test_names_that_hang_are_a_shortage_of_their_namespace_only(receiver: Receiver) -> None:
+    answering = asyncio.Event()
+
+    async def lookup(host: str) -> Sequence[str]:
+        if host.startswith("hang"):
+            await answering.wait()
+        return ["127.0.0.1"]
+
+    resolver = Resolver(LOOPBACK, lookup=lookup, lookups_max=8)
+    hostile = msgspec.structs.replace(NAMESPACE, name="hostile")
+    async with webhooks(resolver=resolver) as webhook:
+        calls = [
+            asyncio.create_task(webhook.deliver(attempt(timer(f"http://hang{n}.example"), hostile))) for n in range(20)
+        ]
+        while len(resolver._lookups) < 7:
+            await asyncio.sleep(0)
+        refused = await webhook.deliver(attempt(timer("http://hang.example/"), hostile, begin=never_begun))
+        assert refused.contact is Contact.SHORTAGE
+        assert "too many names of namespace 'hostile'" in (refused.error or "")
+        url = receiver.url.replace("127.0.0.1", "healthy.example")
+        assert (await webhook.deliver(attempt(timer(url)))).contact is Contact.ANSWERED
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from duetime.domain.headers import check_headers
+from duetime.domain.headers import check_http_headers
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from duetime.domain.headers import check_headers
     ],
 )
 def test_ordinary_headers_pass(headers: dict[str, str]) -> None:
-    check_headers(headers)
+    check_http_headers(headers)
 
 
 @pytest.mark.parametrize(
@@ -69,18 +69,18 @@ def test_ordinary_headers_pass(headers: dict[str, str]) -> None:
 )
 def test_headers_that_could_harm_are_refused(headers: dict[str, str], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        check_headers(headers)
+        check_http_headers(headers)
 
 
 def test_headers_at_the_limits_pass() -> None:
-    check_headers({"x": "v" * 8_187})
-    check_headers({f"x-{number}": "v" for number in range(32)})
-    check_headers({"a" * 128: "v"})
+    check_http_headers({"x": "v" * 8_187})
+    check_http_headers({f"x-{number}": "v" for number in range(32)})
+    check_http_headers({"a" * 128: "v"})
 
 
 def test_a_bad_name_is_shown_in_ascii_and_not_at_any_length() -> None:
     cut = "'" + "a:" * 20 + r"\u2026'"
     for name, shown in (("é" * 40, "'" + r"\xe9" * 40 + "'"), ("a:" * 20 + "a", cut), ("a:" * 1_000, cut)):
         with pytest.raises(ValueError) as caught:
-            check_headers({name: "v"})
+            check_http_headers({name: "v"})
         assert str(caught.value) == f"must not have the name {shown}: not a header name of 1 to 128 characters"

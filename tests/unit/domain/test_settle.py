@@ -51,7 +51,7 @@ TIMER = Timer(
     scheduled_at_ms=DUE_MS,
     created_at_ms=DUE_MS - 1_000,
     callback_url="http://shop.test/hook",
-    extras=Extras(headers={"x-a": "1"}, tags=("red",)),
+    extras=Extras(headers={"x-a": "1"}, tags=("red",), flow_key="shop"),
 )
 
 
@@ -68,8 +68,17 @@ def settled(
     namespace: Namespace = NAMESPACE,
     jitter: float = 0.5,
     now_ms: int = NOW_MS,
+    rearm_interval_min_ms: int = 0,
 ) -> Settlement:
-    return settle(timer, outcome, namespace, started_at_ms=STARTED_MS, now_ms=now_ms, jitter=jitter)
+    return settle(
+        timer,
+        outcome,
+        namespace,
+        started_at_ms=STARTED_MS,
+        now_ms=now_ms,
+        jitter=lambda: jitter,
+        rearm_interval_min_ms=rearm_interval_min_ms,
+    )
 
 
 RETRIES = [
@@ -159,7 +168,7 @@ class TestSettleTable:
         again = settlement.rearmed
         assert again is not None
         assert (again.execute_at_ms, again.scheduled_at_ms, again.attempts) == (LATER_MS, LATER_MS, 0)
-        assert again.extras == Extras(headers={"x-a": "1"}, tags=("red",), occurrence=1)
+        assert again.extras == Extras(headers={"x-a": "1"}, tags=("red",), flow_key="shop", occurrence=1)
         assert again.generation == TIMER.generation
 
     def test_not_ok_with_a_next_time_is_armed_again_with_its_attempts_kept(self) -> None:
@@ -171,15 +180,53 @@ class TestSettleTable:
         assert again.extras.occurrence == 0
         assert again.extras.first_attempt_at_ms == STARTED_MS
 
-    def test_not_ok_with_a_next_time_is_no_retry_and_needs_no_retries_left(self) -> None:
-        timer = replace(TIMER, retry_policy=RetryPolicy(max_retries=0, max_duration_ms=1))
-        assert settled(answered(200, f'{{"ok":false,"nextExecuteAt":"{LATER}"}}'), timer).rearmed is not None
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            RetryPolicy(max_retries=3),
+            RetryPolicy(max_duration_ms=20),  # over: the first attempt was 20 ms ago
+            RetryPolicy(max_duration_ms=LATER_MS - STARTED_MS - 1),  # ends a millisecond before the time asked for
+        ],
+        ids=["retries exhausted", "duration exhausted", "after the end of the duration"],
+    )
+    def test_not_ok_with_a_next_time_is_a_retry_within_the_limits_of_the_policy(self, policy: RetryPolicy) -> None:
+        timer = replace(TIMER, retry_policy=policy, attempts=3, extras=Extras(first_attempt_at_ms=STARTED_MS))
+        settlement = settled(answered(200, f'{{"ok":false,"nextExecuteAt":"{LATER}"}}'), timer)
+        assert settlement.rearmed is None
+        assert settlement.reached is not None
+        assert settlement.reached.outcome is Outcome.FAILED
+        assert settlement.reached.timer.extras.last_error == "asked to be called again"
+
+    def test_the_last_retry_of_a_policy_may_be_at_the_time_asked_for(self) -> None:
+        policy = RetryPolicy(max_retries=4, max_duration_ms=LATER_MS - STARTED_MS)
+        timer = replace(TIMER, retry_policy=policy, attempts=3, extras=Extras(first_attempt_at_ms=STARTED_MS))
+        again = settled(answered(200, f'{{"ok":false,"nextExecuteAt":"{LATER}"}}'), timer).rearmed
+        assert again is not None
+        assert again.execute_at_ms == LATER_MS
 
     @pytest.mark.parametrize("ok", ["true", "false"])
-    def test_a_next_time_in_the_past_means_at_once(self, ok: str) -> None:
-        rearmed = settled(answered(200, f'{{"ok":{ok},"nextExecuteAt":"1970-01-01T00:00:00Z"}}')).rearmed
+    @pytest.mark.parametrize(
+        ("next_at_ms", "interval_ms", "expected_ms"),
+        [
+            (0, 0, NOW_MS),
+            (0, 5, NOW_MS),  # the call took longer than the interval
+            (0, 1_000, STARTED_MS + 1_000),
+            (STARTED_MS + 999, 1_000, STARTED_MS + 1_000),
+            (STARTED_MS + 1_001, 1_000, STARTED_MS + 1_001),
+        ],
+    )
+    def test_a_next_time_is_not_sooner_than_the_least_interval_after_the_start_of_the_call(
+        self, ok: str, next_at_ms: int, interval_ms: int, expected_ms: int
+    ) -> None:
+        body = f'{{"ok":{ok},"nextExecuteAt":"{format_instant(next_at_ms)}"}}'
+        rearmed = settled(answered(200, body), rearm_interval_min_ms=interval_ms).rearmed
         assert rearmed is not None
-        assert rearmed.execute_at_ms == NOW_MS
+        assert rearmed.execute_at_ms == expected_ms
+
+    def test_the_least_interval_concerns_next_times_only(self) -> None:
+        rearmed = settled(answered(500), rearm_interval_min_ms=DAY_MS).rearmed
+        assert rearmed is not None
+        assert rearmed.execute_at_ms == NOW_MS + 500
 
     def test_what_was_not_sent_is_no_attempt(self) -> None:
         settlement = settled(AttemptResult(Contact.NOT_SENT))
@@ -221,7 +268,9 @@ class TestSettleTable:
     def test_the_end_says_how_late_the_first_attempt_was_and_when_the_last(self) -> None:
         first = settled(answered(500)).rearmed
         assert first is not None
-        end = settle(first, answered(200), NAMESPACE, started_at_ms=NOW_MS + 700, now_ms=NOW_MS + 710, jitter=0).reached
+        end = settle(
+            first, answered(200), NAMESPACE, started_at_ms=NOW_MS + 700, now_ms=NOW_MS + 710, jitter=lambda: 0.0
+        ).reached
         assert end is not None
         extras = end.timer.extras
         assert (extras.first_attempt_at_ms, extras.last_attempt_at_ms, extras.late_by_ms) == (
@@ -238,6 +287,14 @@ class TestSettleTable:
         assert failed is not None
         assert delivered.purge_at_ms == NOW_MS + DAY_MS
         assert failed.purge_at_ms == NOW_MS + 30 * DAY_MS
+
+    def test_the_flow_key_survives_a_retry_and_the_end(self) -> None:
+        retried = settled(answered(500)).rearmed
+        assert retried is not None
+        assert retried.flow_key == "shop"
+        ended = settled(answered(404)).reached
+        assert ended is not None
+        assert ended.timer.extras.flow_key == "shop"
 
     def test_a_long_error_is_cut(self) -> None:
         rearmed = settled(AttemptResult(Contact.BROKEN, error="x" * 10_000)).rearmed
@@ -490,7 +547,9 @@ class TestProperties:
             assert rearmed.execute_at_ms >= NOW_MS
             assert rearmed.generation == timer.generation
             if rearmed.extras.occurrence == timer.extras.occurrence:
-                assert rearmed.attempts == timer.attempts + (outcome.contact is not Contact.NOT_SENT)
+                assert rearmed.attempts == timer.attempts + (
+                    outcome.contact not in (Contact.NOT_SENT, Contact.SHORTAGE, Contact.AWAY)
+                )
                 assert rearmed.scheduled_at_ms == timer.scheduled_at_ms
             else:
                 assert rearmed.extras.occurrence == timer.extras.occurrence + 1

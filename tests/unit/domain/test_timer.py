@@ -150,9 +150,9 @@ class TestLaterVersions:
             AttemptResult(Contact.ANSWERED, 500),
             AttemptResult(Contact.BROKEN, error="?"),
             AttemptResult(Contact.ANSWERED, 200, b'{"ok": true, "nextExecuteAt": "2030-01-01T00:00:00Z"}'),
-            AttemptResult(Contact.ANSWERED, 200, b'{"ok": false, "nextExecuteAt": "2030-01-01T00:00:00Z"}'),
+            AttemptResult(Contact.ANSWERED, 200, b'{"ok": false, "nextExecuteAt": "1970-01-01T00:00:05Z"}'),
         ):
-            settlement = settle(timer, outcome, namespace, started_at_ms=1, now_ms=2, jitter=0.5)
+            settlement = settle(timer, outcome, namespace, started_at_ms=1, now_ms=2, jitter=lambda: 0.5)
             assert settlement.rearmed is not None
             assert settlement.rearmed.extras.later == self.LATER
 

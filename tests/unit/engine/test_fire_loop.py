@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from engine_world import OK, URL, check_shard
+from msgspec.structs import replace
 
 from duetime.cluster.membership import Membership
 from duetime.config import load_config
@@ -19,7 +20,7 @@ from duetime.engine.counters import Counters
 from duetime.engine.fire_loop import FireLoop
 from duetime.engine.namespaces import Namespaces
 from duetime.engine.shard import Entry, Phase, Shard
-from duetime.errors import NotOwner
+from duetime.errors import DuetimeError, NotOwner
 from duetime.store import Committed, Page, ShardRow
 from duetime.telemetry import Telemetry
 from duetime.testing import make_timer
@@ -55,7 +56,7 @@ class Receiver:
         self.begun: list[tuple[str, int | None]] = []
         self.attempts: list[Attempt] = []
 
-    def destination(self, url: str) -> str:
+    def origin(self, url: str) -> str:
         if "broken" in url:
             raise ZeroDivisionError(url)
         return url
@@ -100,8 +101,8 @@ class Harness:
             congested=lambda: self.congested,
         )
         self.shard = Shard(ShardRow(7, 3, 1, "me"), self)
-        self.shard.begin_load()
-        self.shard.end_load(Page([], None), START_WALL_MS + 10_000_000)
+        self.shard.begin_load(START_WALL_MS + 10_000_000)
+        self.shard.end_load(Page([], None), 0)
 
     # what the fire loop needs
     def read_namespaces(self) -> None:
@@ -113,6 +114,9 @@ class Harness:
 
     def disarm(self, entry: Entry) -> None:
         self.loop.disarm(entry)
+
+    def discard(self, entry: Entry) -> None:
+        self.loop.discard(entry)
 
     def add_weight(self, weight: int) -> None:
         pass
@@ -149,6 +153,9 @@ class Names:
 
     def known(self, name: str) -> Namespace | None:
         return self._place.known.get(name)
+
+    def cached(self) -> list[Namespace]:
+        return list(self._place.known.values())
 
 
 def with_harness(scenario: Callable[[Harness], Awaitable[None]], **settings: Any) -> None:
@@ -191,7 +198,7 @@ class TestTheHeap:
             assert harness.receiver.called() == ["first", *names]
             assert len({attempt.timer.timer_id for attempt in harness.receiver.attempts}) == 21
 
-        with_harness(scenario, concurrency_per_destination=100)
+        with_harness(scenario, concurrency_per_flow=100)
 
     def test_an_earlier_timer_does_not_wait_for_a_later_one(self) -> None:
         async def scenario(harness: Harness) -> None:
@@ -200,6 +207,33 @@ class TestTheHeap:
             assert harness.receiver.begun == [("early", early.timer.execute_at_ms), ("late", late.timer.execute_at_ms)]
 
         with_harness(scenario)
+
+    def test_a_timer_that_is_due_again_during_a_call_that_is_not_begun_waits_once(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            deliver = harness.receiver.deliver
+
+            async def is_short(attempt: Attempt) -> AttemptResult:
+                harness.receiver.deliver = deliver  # type: ignore[method-assign]
+                await asyncio.sleep(3)
+                return AttemptResult(Contact.SHORTAGE)
+
+            harness.receiver.deliver = is_short  # type: ignore[method-assign]
+            entry = harness.put(delay_ms=100)
+            await asyncio.sleep(1)
+            harness.commits = False
+            writing = harness.shard.write(A, replace(entry.timer, payload="2"), [])
+            harness.shard.expire(harness.boot_ms() + 1)  # the write is not applied: the timer goes on
+            with pytest.raises(DuetimeError):
+                await writing
+            await asyncio.sleep(0.5)
+            assert harness.loop.flow.waiting == 1, "behind its own call"
+            harness.commits = True
+            await asyncio.sleep(1.62)  # its call has ended
+            assert harness.loop.flow.tickets() == [entry.ticket]
+            await asyncio.sleep(5)
+            assert (harness.receiver.called(), harness.loop.flow.waiting) == (["a"], 0)
+
+        with_harness(scenario, concurrency_per_flow=1)
 
     def test_a_later_timer_does_not_delay_the_wake_up_for_an_earlier_one(self) -> None:
         async def scenario(harness: Harness) -> None:
@@ -255,31 +289,6 @@ class TestTheHeap:
 
         with_harness(scenario)
 
-    def test_a_heap_rebuilt_without_disarmed_timers_is_ordered(self) -> None:
-        async def scenario(harness: Harness) -> None:
-            for number in range(5):
-                harness.put(f"other{number}", 9_000_000 - number)
-            while len(heap := harness.loop._heap) < 1_000:
-                harness.put("a", 9_500_000)
-            while harness.loop._heap is heap:
-                harness.put("a", 9_500_000)
-            heap = harness.loop._heap
-            assert len(heap) == 6
-            assert all(heap[(child - 1) // 2] <= heap[child] for child in range(1, len(heap)))
-
-        with_harness(scenario)
-
-    def test_the_heap_is_rebuilt_when_it_has_twice_the_armed_timers_and_a_thousand_more(self) -> None:
-        async def scenario(harness: Harness) -> None:
-            lengths = []
-            for number in range(1_010):
-                harness.put("a", 2_000_000 + number)
-                lengths.append(len(harness.loop._heap))
-            assert max(lengths) == 1_001
-            assert lengths[1_001] == 1
-
-        with_harness(scenario)
-
     def test_a_burst_is_fired_a_bounded_number_at_a_time(self) -> None:
         async def scenario(harness: Harness) -> None:
             fired: list[str] = []
@@ -301,6 +310,149 @@ class TestTheHeap:
             await asyncio.sleep(0.101)
             assert turns == [256, 256, 88]
             assert fired == [f"t{number}" for number in range(600)]
+
+        with_harness(scenario)
+
+    def test_many_timers_of_one_namespace_due_at_once_do_not_delay_those_of_another(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            fired: list[str] = []
+            harness.loop.flow.submit = lambda item, *_: fired.append(item.entry.timer.namespace)  # type: ignore[method-assign]
+            harness.known["quiet"] = Namespace(name="quiet", num_shards=1, created_at_ms=0)
+            for number in range(5_000):
+                harness.put(f"t{number}", 1_000)
+            for number in range(5):
+                harness.put(f"t{number}", 1_000, namespace="quiet")
+            await asyncio.sleep(1.5)
+            assert fired[:256].count("quiet") == 5
+            assert len(fired) == 5_005
+
+        with_harness(scenario)
+
+    def test_a_paused_engine_fires_nothing_and_then_everything(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.loop.pause()
+            harness.put("a", 100)
+            await asyncio.sleep(60)
+            assert harness.receiver.attempts == []
+            assert harness.loop.waiting == 1
+            harness.loop.resume()
+            await asyncio.sleep(0.1)
+            assert harness.receiver.called() == ["a"]
+
+        with_harness(scenario)
+
+    def test_limits_of_the_namespace_are_applied_to_timers_that_wait(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.known["test"] = replace(NAMESPACE, paused=True)
+            harness.loop.apply_limits()
+            harness.put("a", 100)
+            await asyncio.sleep(60)
+            assert harness.receiver.attempts == []
+            harness.known["test"] = NAMESPACE
+            harness.loop.apply_limits()
+            await asyncio.sleep(0.1)
+            assert harness.receiver.called() == ["a"]
+
+        with_harness(scenario)
+
+    def test_timers_with_the_same_flow_key_are_one_flow(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.receiver.seconds = 1
+            for number in range(3):
+                harness.put(f"t{number}", 100, callback_url=f"http://host/{number}", extras=Extras(flow_key="shop"))
+                harness.put(f"u{number}", 100, callback_url=f"http://host/?{number}")
+            await asyncio.sleep(0.5)
+            assert sorted(flow.key for flow in harness.loop.flow.flows()) == ["http://host/", "shop"]
+            assert harness.loop.flow.in_flight == 2
+            await asyncio.sleep(5)
+
+        with_harness(scenario, concurrency_per_flow=1)
+
+    @pytest.mark.parametrize("change", ["deleted", "replaced", "drained", "dropped"])
+    def test_a_queued_timer_that_must_not_be_called_leaves_its_queue_at_once(self, change: str) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.loop.pause()
+            harness.put("a", 100)
+            await asyncio.sleep(1)
+            assert harness.loop.waiting == 1
+            if change == "deleted":
+                harness.shard.write(A, None, [])
+            elif change == "replaced":
+                harness.put("a", 60_000)
+            elif change == "drained":
+                harness.shard.start_drain()
+            else:
+                harness.shard.drop(NotOwner())
+            assert harness.loop.waiting == 0
+            assert list(harness.loop.flow.flows()) == []
+            if change != "drained":
+                assert harness.loop.oldest_due_ms(harness.clock.wall_ms()) is None
+
+        with_harness(scenario)
+
+    def test_the_age_of_the_oldest_timer_is_right_after_the_first_of_a_held_queue_is_deleted(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.loop.pause()
+            harness.put("a", 100)
+            harness.put("b", 600)
+            await asyncio.sleep(1.1)
+            assert harness.loop.oldest_due_ms(harness.clock.wall_ms()) == 1_000
+            harness.shard.write(A, None, [])
+            assert harness.loop.oldest_due_ms(harness.clock.wall_ms()) == 500
+            assert harness.loop.waiting == 1
+
+        with_harness(scenario)
+
+    def test_a_timer_queued_again_while_its_call_is_being_made_waits_no_longer_once_the_call_begins(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.receiver.connect_seconds = 1
+            harness.receiver.seconds = 100
+            harness.put("a", 100)
+            await asyncio.sleep(0.5)
+            harness.commits = False
+            harness.shard.write(A, None, [])
+            harness.shard.next_batch(10, 1_000_000)
+            harness.shard.expire(harness.clock.boot_ms() + 1)  # its caller has gone away
+            harness.shard.not_committed()
+            await asyncio.sleep(0.1)
+            assert harness.loop.waiting == 1, "the delete was not applied, and the timer is due"
+            await asyncio.sleep(0.6)
+            assert harness.receiver.called() == ["a"]
+            assert harness.loop.waiting == 0
+            assert harness.loop.park(9) == 0, "it is in flight"
+            harness.commits = True
+            await asyncio.sleep(200)
+
+        with_harness(scenario, concurrency_per_flow=1)
+
+    def test_a_shortage_of_the_instance_is_no_attempt(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            async def no_socket(attempt: Attempt) -> AttemptResult:
+                harness.receiver.attempts.append(attempt)
+                return AttemptResult(Contact.SHORTAGE, error="no socket to spare")
+
+            deliver, harness.receiver.deliver = harness.receiver.deliver, no_socket  # type: ignore[method-assign]
+            harness.put("a", 100)
+            await asyncio.sleep(4)
+            assert len(harness.receiver.attempts) == 3, "after 1 and 2 seconds"
+            assert harness.shard.entries[A].timer.attempts == 0
+            assert harness.telemetry.attempts.value == 0
+            harness.receiver.deliver = deliver  # type: ignore[method-assign]
+            await asyncio.sleep(5)
+            assert harness.receiver.called() == ["a"]
+
+        with_harness(scenario)
+
+    def test_jitter_is_drawn_only_for_a_retry(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            drawn = harness.loop._rng.getstate()
+            harness.put("a", 100)
+            await asyncio.sleep(1)
+            assert harness.loop._rng.getstate() == drawn
+            harness.receiver.outcome = FAILS
+            harness.put("b", 100)
+            await asyncio.sleep(0.2)
+            assert harness.loop._rng.getstate() != drawn
 
         with_harness(scenario)
 
@@ -327,7 +479,7 @@ class TestTheHeap:
             harness.shard.write(TimerKey("test", "b"), None, [])
             assert harness.loop.oldest_due_ms(now_ms()) is None
 
-        with_harness(scenario, concurrency_per_destination=1)
+        with_harness(scenario, concurrency_per_flow=1)
 
 
 class TestTheLease:
@@ -497,6 +649,16 @@ class TestAttempts:
 
         with_harness(scenario)
 
+    @pytest.mark.parametrize(("created_ms", "late_s"), [(-1_000, 60.0), (0, 60.0), (59_000, 1.0), (61_000, 0.0)])
+    def test_a_timer_is_late_from_its_creation_if_its_time_was_past_then(self, created_ms: int, late_s: float) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.put("a", -60_000, created_at_ms=START_WALL_MS - 60_000 + created_ms)
+            await asyncio.sleep(1)
+            assert harness.telemetry.lateness.count == 1
+            assert harness.telemetry.lateness.sum == late_s
+
+        with_harness(scenario)
+
     def test_a_destination_that_cannot_be_reached_counts_as_an_attempt(self) -> None:
         async def scenario(harness: Harness) -> None:
             async def deliver(attempt: Attempt) -> AttemptResult:
@@ -561,7 +723,7 @@ class TestAttempts:
             await asyncio.sleep(5)
             assert [attempt.timer.timer_id for attempt in harness.receiver.attempts] == ["a"]
 
-        with_harness(scenario, concurrency_per_destination=1)
+        with_harness(scenario, concurrency_per_flow=1)
 
     def test_an_outcome_after_the_timer_was_replaced_is_stale_and_settles_nothing(self) -> None:
         async def scenario(harness: Harness) -> None:
@@ -734,7 +896,7 @@ class TestAttempts:
             await asyncio.sleep(5)
             assert [attempt.timer.timer_id for attempt in harness.receiver.attempts] == ["a"]
 
-        with_harness(scenario, concurrency_per_destination=1)
+        with_harness(scenario, concurrency_per_flow=1)
 
 
 class TestMissed:
@@ -834,7 +996,7 @@ class TestNamespaces:
                 "a by the old ones; b was not acknowledged"
             )
 
-        with_harness(scenario, concurrency_per_destination=1)
+        with_harness(scenario, concurrency_per_flow=1)
 
     def test_an_attempt_uses_the_settings_it_was_queued_with_if_the_namespace_is_unknown_by_then(self) -> None:
         async def scenario(harness: Harness) -> None:
@@ -847,7 +1009,7 @@ class TestNamespaces:
             assert harness.receiver.called() == ["a", "b"]
             assert harness.telemetry.outcomes.by_label == {"delivered": 2}
 
-        with_harness(scenario, concurrency_per_destination=1)
+        with_harness(scenario, concurrency_per_flow=1)
 
 
 class Lowest(random.Random):
@@ -881,7 +1043,7 @@ class TestParking:
             assert harness.loop.flow.waiting == 2
             assert len(set(harness.loop.armed_tickets())) == 3
 
-        with_harness(scenario, breaker_failures=1, concurrency_per_destination=1)
+        with_harness(scenario, breaker_failures=1, concurrency_per_flow=1)
 
     def test_a_parked_timer_is_due_half_a_minute_later_at_the_earliest(self) -> None:
         async def scenario(harness: Harness) -> None:
@@ -892,7 +1054,7 @@ class TestParking:
             await asyncio.sleep(0.001)
             assert harness.shard.entries[TimerKey("test", "t4")].timer.execute_at_ms == now_ms + 30_000
 
-        with_harness(scenario, breaker_failures=1, concurrency_per_destination=1)
+        with_harness(scenario, breaker_failures=1, concurrency_per_flow=1)
 
     def test_the_new_due_times_of_parked_timers_are_spread(self) -> None:
         async def scenario(harness: Harness) -> None:
@@ -910,24 +1072,24 @@ class TestParking:
             assert max(delays) <= 60_020
             assert max(delays) - min(delays) > 10_000
 
-        with_harness(scenario, breaker_failures=1, concurrency_per_destination=1)
+        with_harness(scenario, breaker_failures=1, concurrency_per_flow=1)
 
     def test_a_deleted_timer_is_not_parked(self) -> None:
         async def scenario(harness: Harness) -> None:
             await self.backlog(harness)
             key = TimerKey("test", "t4")
             harness.shard.write(key, None, [])
-            assert harness.loop.park(2) == 1, "t3; the delete stays"
+            assert harness.loop.park(1) == 1, "t3; the delete stays"
             await asyncio.sleep(0.01)
             assert key not in harness.shard.entries
             harness.commits = False
             harness.shard.write(TimerKey("test", "t2"), None, [])
             harness.commit()
-            assert harness.loop.park(1) == 0
+            assert harness.loop.park(9) == 1, "t1"
             assert TimerKey("test", "t2") not in harness.shard.entries
-            assert harness.telemetry.parked.value == 1
+            assert harness.telemetry.parked.value == 2
 
-        with_harness(scenario, breaker_failures=1, concurrency_per_destination=1)
+        with_harness(scenario, breaker_failures=1, concurrency_per_flow=1)
 
     def test_a_timer_of_a_dropped_shard_is_not_parked(self) -> None:
         async def scenario(harness: Harness) -> None:
@@ -936,7 +1098,7 @@ class TestParking:
             assert harness.loop.park(9) == 0
             assert harness.counters.writes_waiting == 0
 
-        with_harness(scenario, breaker_failures=1, concurrency_per_destination=1)
+        with_harness(scenario, breaker_failures=1, concurrency_per_flow=1)
 
 
 def test_when_results_cannot_be_recorded_no_more_deliveries_are_started() -> None:

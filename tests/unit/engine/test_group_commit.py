@@ -86,6 +86,7 @@ class Harness:
 
     def arm(self, entry: Entry) -> None: ...
     def disarm(self, entry: Entry) -> None: ...
+    def discard(self, entry: Entry) -> None: ...
     def add_weight(self, weight: int) -> None: ...
 
     def enqueue(self, shard: Shard) -> None:
@@ -175,8 +176,8 @@ class TestLowWater:
         async def scenario(harness: Harness) -> None:
             async def low_water_after(shard_id: int, second: int) -> Any:
                 shard = harness.shards[shard_id]
-                shard.begin_load()
-                shard.end_load(Page([], None), START_WALL_MS + second)
+                shard.begin_load(START_WALL_MS + second)
+                shard.end_load(Page([], None), 0)
                 await harness.put(shard_id)
                 return harness.batches[-1].low_water
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from duetime.cluster.membership import Membership
 from duetime.config import load_config
@@ -15,12 +16,21 @@ from duetime.engine.counters import Counters
 from duetime.engine.fire_loop import FireLoop
 from duetime.engine.look_ahead import LookAhead
 from duetime.engine.shard import Entry, Shard, ShardState, end_of
+from duetime.engine.weight import timer_bytes
+from duetime.engine.window import Backlog
 from duetime.errors import NotOwner, StoreError, StoreUnavailable
 from duetime.store import Page, PageRequest, ShardRow, Store
 from duetime.testing import make_timer
 from duetime.testing.virtual import START_WALL_MS, VirtualClock, run_virtual
 
 MINUTE_MS = 60_000
+KIB = 1_024
+
+
+def of_weight(timer_id: str, execute_at_ms: int, kib: int = 1, **changes: Any) -> Timer:
+    """A timer that counts for so many KiB in memory."""
+    empty = make_timer(timer_id, execute_at_ms, payload="", **changes)
+    return replace(empty, payload="x" * (kib * KIB - timer_bytes(empty)))
 
 
 class Harness:
@@ -73,12 +83,19 @@ class Harness:
             for timer in sorted(self.timers.get(request.shard_id, []), key=lambda timer: timer.position)
             if timer.position > request.after and timer.execute_at_ms <= request.until_ms
         ]
-        page = wanted[: min(request.limit, self.page_max)]
+        page: list[Timer] = []
+        for timer in wanted[: min(request.limit, self.page_max)]:
+            if sum(len(other.payload or "") for other in page) > request.chars_max:
+                break
+            page.append(timer)
         return Page(page, page[-1].position if len(page) < len(wanted) else None)
 
     # of the membership
     def now_ms(self) -> int:
         return self.clock.wall_ms()
+
+    def may_fire(self) -> bool:
+        return True
 
     def boot_ms(self) -> int:
         return self.clock.boot_ms()
@@ -97,6 +114,8 @@ class Harness:
         assert entry.ticket not in self.armed
         self.armed[entry.ticket] = entry
 
+    def discard(self, entry: Entry) -> None: ...
+
     def disarm(self, entry: Entry) -> None:
         del self.armed[entry.ticket]
 
@@ -112,7 +131,8 @@ class Harness:
 
     def timers_of(self, shard_id: int, count: int, first_ms: int = 1_000, step_ms: int = 10, **changes: Any) -> None:
         at_ms = START_WALL_MS + first_ms
-        self.timers[shard_id] = [make_timer(f"s{shard_id}-{n}", at_ms + n * step_ms, **changes) for n in range(count)]
+        make = make_timer if "payload" in changes else of_weight
+        self.timers[shard_id] = [make(f"s{shard_id}-{n}", at_ms + n * step_ms, **changes) for n in range(count)]
 
     def in_memory(self) -> int:
         return sum(len(shard.entries) for shard in self.shards.values())
@@ -148,7 +168,7 @@ class TestLoading:
             harness.timers_of(0, 5)
             assert harness.look_ahead._to_load == []
             await until_loaded(harness)
-            assert harness.asked == [[PageRequest(0, BEFORE_ALL, START_WALL_MS + MINUTE_MS, 1_000)]]
+            assert harness.asked == [[PageRequest(0, BEFORE_ALL, START_WALL_MS + MINUTE_MS, 1_000, 320_000)]]
             shard = harness.shards[0]
             assert shard.horizon == end_of(START_WALL_MS + MINUTE_MS)
             assert len(shard.entries) == 5
@@ -186,7 +206,7 @@ class TestLoading:
             await until_loaded(harness)
             assert [len(requests) for requests in harness.asked] == [64, 36]
             assert {request.shard_id for requests in harness.asked for request in requests} == set(range(100))
-            assert {request.limit for request in harness.asked[0]} == {50}
+            assert {request.limit for request in harness.asked[0]} == {15}
 
         with_harness(scenario, shards=100)
 
@@ -221,7 +241,7 @@ class TestLoading:
         async def scenario(harness: Harness) -> None:
             harness.look_ahead._load_alone = {1, 3}
             for shard_id, shard in harness.shards.items():
-                shard.horizon = end_of(START_WALL_MS + shard_id)
+                shard.window.horizon = end_of(START_WALL_MS + shard_id)
             await until_loaded(harness)
             assert [[request.shard_id for request in requests] for requests in harness.asked] == [
                 [0],
@@ -236,7 +256,7 @@ class TestLoading:
         async def scenario(harness: Harness) -> None:
             harness.look_ahead._load_alone = set(range(10))
             for shard_id, shard in harness.shards.items():
-                shard.horizon = end_of(START_WALL_MS + 10_000 - shard_id * 1_000)
+                shard.window.horizon = end_of(START_WALL_MS + 10_000 - shard_id * 1_000)
             harness.seconds = 0.01
             await until_loaded(harness)
             assert [requests[0].shard_id for requests in harness.asked] == list(range(9, -1, -1))
@@ -250,7 +270,7 @@ class TestLoading:
             await until_loaded(harness)
             harness.asked.clear()
             for shard in harness.shards.values():
-                shard.horizon = BEFORE_ALL
+                shard.window.horizon = BEFORE_ALL
             harness.load_errors[0] = StoreUnavailable("away")
             await until_loaded(harness)
             await until_loaded(harness)
@@ -362,9 +382,9 @@ class TestLoading:
     def test_an_unexpected_error_leaves_no_shard_in_the_loading_state(self) -> None:
         async def scenario(harness: Harness) -> None:
             harness.errors = [ZeroDivisionError()]
-            harness.shards[0].begin_load()
+            shard = harness.shards[0]
             with pytest.raises(ZeroDivisionError):
-                await harness.look_ahead._load([harness.shards[0]])
+                await harness.look_ahead._load([(shard, shard.begin_load(START_WALL_MS))])
             assert not harness.shards[0].loading
 
         with_harness(scenario)
@@ -373,10 +393,9 @@ class TestLoading:
         async def scenario(harness: Harness) -> None:
             shards = list(harness.shards.values())
             harness.load = lambda _: asyncio.sleep(0, [Page([], None)])  # type: ignore[method-assign, assignment]
-            for shard in shards:
-                shard.begin_load()
+            loads = [(shard, shard.begin_load(START_WALL_MS)) for shard in shards]
             with pytest.raises(ValueError, match="shorter"):
-                await harness.look_ahead._load(shards)
+                await harness.look_ahead._load(loads)
 
         with_harness(scenario, shards=2)
 
@@ -386,18 +405,18 @@ class TestMemory:
         async def scenario(harness: Harness) -> None:
             harness.timers_of(0, 1_000, first_ms=10_000)
             shard = harness.shards[0]
-            shard.begin_load()
-            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load(START_WALL_MS + MINUTE_MS)
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS)
             await asyncio.sleep(0.1)
             harness.look_ahead.reduce_memory()
-            assert harness.counters.weight == harness.in_memory() == 1_000
+            assert harness.counters.weight == harness.in_memory() * KIB == 1_000 * KIB
             assert harness.parked == []
             harness.timers_of(1, 1, first_ms=10_000)
             harness.add(1)
             shard = harness.shards[1]
-            shard.begin_load()
-            shard.end_load(Page(harness.timers[1], None), START_WALL_MS + MINUTE_MS)
-            assert harness.counters.weight == 1_001
+            shard.begin_load(START_WALL_MS + MINUTE_MS)
+            shard.end_load(Page(harness.timers[1], None), START_WALL_MS)
+            assert harness.counters.weight == 1_001 * KIB
             assert harness.look_ahead._reduction_scheduled
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -414,24 +433,24 @@ class TestMemory:
         async def scenario(harness: Harness) -> None:
             reduced: list[int] = []
             harness.look_ahead.reduce_memory = lambda: reduced.append(1)  # type: ignore[method-assign]
-            harness.look_ahead.add_weight(1_000)
+            harness.look_ahead.add_weight(1_000 * KIB)
             await asyncio.sleep(0.1)
             assert reduced == []
             harness.look_ahead.add_weight(1)
             harness.look_ahead.add_weight(1)
             await asyncio.sleep(0.1)
             assert reduced == [1]
-            harness.look_ahead.add_weight(-1_002)
+            harness.look_ahead.add_weight(-(1_000 * KIB + 2))
 
         with_harness(scenario, timers_in_memory_max=1_000)
 
     def test_timers_due_within_five_seconds_stay_in_memory_whatever_their_weight(self) -> None:
         async def scenario(harness: Harness) -> None:
-            harness.timers_of(0, 100, first_ms=4_010, payload="x" * 20_480)
+            harness.timers_of(0, 100, first_ms=4_010, kib=21)
             shard = harness.shards[0]
-            shard.begin_load()
-            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
-            assert harness.counters.weight == 2_100
+            shard.begin_load(START_WALL_MS + MINUTE_MS)
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS)
+            assert harness.counters.weight == 2_100 * KIB
             harness.look_ahead.reduce_memory()
             assert len(shard.entries) == 100
             assert shard.horizon == end_of(START_WALL_MS + 5_000)
@@ -440,10 +459,10 @@ class TestMemory:
 
     def test_timers_that_wait_for_their_destination_are_parked_if_that_is_not_enough(self) -> None:
         async def scenario(harness: Harness) -> None:
-            harness.timers_of(0, 100, first_ms=10, payload="x" * 20_480)
+            harness.timers_of(0, 100, first_ms=10, kib=21)
             shard = harness.shards[0]
-            shard.begin_load()
-            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load(START_WALL_MS + MINUTE_MS)
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS)
             harness.waiting = 60
             harness.look_ahead.reduce_memory()
             half = int(1_000 * 0.5 * 100 / 2_100)
@@ -451,12 +470,30 @@ class TestMemory:
 
         with_harness(scenario, timers_in_memory_max=1_000)
 
+    def test_no_more_timers_are_parked_than_the_store_can_write_soon(self) -> None:
+        """Each is a write: 22,000 at once stopped all firing for seconds, and creates of others were refused."""
+
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 100, first_ms=10, kib=21)
+            shard = harness.shards[0]
+            shard.begin_load(START_WALL_MS + MINUTE_MS)
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS)
+            harness.waiting = 50_000
+            harness.look_ahead.reduce_memory()
+            harness.counters.unsettled = 1_500
+            harness.look_ahead.reduce_memory()
+            harness.counters.unsettled = 2_000
+            harness.look_ahead.reduce_memory()
+            assert harness.parked == [2_000, 500]
+
+        with_harness(scenario, timers_in_memory_max=1_000)
+
     def test_if_few_timers_are_armed_none_of_them_is_removed(self) -> None:
         async def scenario(harness: Harness) -> None:
-            harness.timers_of(0, 100, first_ms=10_000, payload="x" * 20_480)
+            harness.timers_of(0, 100, first_ms=10_000, kib=21)
             shard = harness.shards[0]
-            shard.begin_load()
-            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load(START_WALL_MS + MINUTE_MS)
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS)
             armed = dict(harness.armed)
             harness.armed = dict(list(armed.items())[: int(1_000 * 0.5 * 100 / 2_100)])
             harness.look_ahead.reduce_memory()
@@ -468,13 +505,13 @@ class TestMemory:
     def test_if_removing_the_timers_due_last_is_enough_nothing_is_parked(self) -> None:
         async def scenario(harness: Harness) -> None:
             harness.timers_of(0, 1_000, first_ms=10, step_ms=1)
-            harness.timers[0].append(make_timer("far", START_WALL_MS + 50_000))
+            harness.timers[0].append(of_weight("far", START_WALL_MS + 50_000))
             shard = harness.shards[0]
-            shard.begin_load()
-            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load(START_WALL_MS + MINUTE_MS)
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS)
             harness.waiting = 600
             harness.look_ahead.reduce_memory()
-            assert harness.counters.weight == 1_000
+            assert harness.counters.weight == 1_000 * KIB
             assert harness.parked == []
 
         with_harness(scenario, timers_in_memory_max=1_000)
@@ -483,8 +520,8 @@ class TestMemory:
         async def scenario(harness: Harness) -> None:
             harness.timers_of(0, 1_001, first_ms=10_000)
             shard = harness.shards[0]
-            shard.begin_load()
-            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load(START_WALL_MS + MINUTE_MS)
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS)
             harness.waiting = 300
             harness.look_ahead.reduce_memory()
             assert len(shard.entries) == 201
@@ -496,8 +533,8 @@ class TestMemory:
         async def scenario(harness: Harness) -> None:
             harness.timers_of(0, 1_001, first_ms=10_000)
             shard = harness.shards[0]
-            shard.begin_load()
-            shard.end_load(Page(harness.timers[0], None), START_WALL_MS + MINUTE_MS)
+            shard.begin_load(START_WALL_MS + MINUTE_MS)
+            shard.end_load(Page(harness.timers[0], None), START_WALL_MS)
             harness.waiting = 900
             harness.look_ahead.reduce_memory()
             assert len(shard.entries) == 1, "those of the first millisecond"
@@ -506,18 +543,18 @@ class TestMemory:
 
     def test_above_three_quarters_of_the_limit_only_urgent_shards_are_loaded(self) -> None:
         async def scenario(harness: Harness) -> None:
-            harness.look_ahead.add_weight(751)
-            harness.shards[0].horizon = end_of(START_WALL_MS + 5_000)
+            harness.look_ahead.add_weight(750 * KIB + 1)
+            harness.shards[0].window.horizon = end_of(START_WALL_MS + 5_000)
             await until_loaded(harness)
             assert harness.asked == [], "not urgent before it is nearer than five seconds"
-            harness.shards[0].horizon = end_of(harness.clock.wall_ms() + 4_999)
+            harness.shards[0].window.horizon = end_of(harness.clock.wall_ms() + 4_999)
             await until_loaded(harness)
             assert len(harness.asked) == 1
             harness.look_ahead.add_weight(-1)
-            harness.shards[0].horizon = end_of(harness.clock.wall_ms() + 6_000)
+            harness.shards[0].window.horizon = end_of(harness.clock.wall_ms() + 6_000)
             await until_loaded(harness)
             assert len(harness.asked) == 2, "just three quarters"
-            harness.look_ahead.add_weight(-750)
+            harness.look_ahead.add_weight(-750 * KIB)
 
         with_harness(scenario, timers_in_memory_max=1_000)
 
@@ -526,8 +563,8 @@ class TestMemory:
     ) -> None:
         async def scenario(harness: Harness) -> None:
             harness.timers_of(0, 1)
-            harness.shards[1].horizon = end_of(START_WALL_MS + 20_000)
-            harness.look_ahead.add_weight(8_000)
+            harness.shards[1].window.horizon = end_of(START_WALL_MS + 20_000)
+            harness.look_ahead.add_weight(8_000 * KIB)
             harness.load_errors[0] = StoreUnavailable("away")
             await until_loaded(harness)
             assert harness.look_ahead._failed_at_ms.keys() == {0}
@@ -535,7 +572,7 @@ class TestMemory:
             await until_loaded(harness)
             assert harness.in_memory() == 1
             assert harness.shards[1].horizon == end_of(START_WALL_MS + 20_000), "it is not urgent"
-            harness.look_ahead.add_weight(-8_000)
+            harness.look_ahead.add_weight(-8_000 * KIB)
             await until_loaded(harness)
             assert harness.shards[1].horizon > end_of(START_WALL_MS + 20_000)
 
@@ -547,8 +584,8 @@ class TestMemory:
     ) -> None:
         async def scenario(harness: Harness) -> None:
             harness.look_ahead.reduce_memory = lambda: None  # type: ignore[method-assign]
-            harness.look_ahead.add_weight(1_002)
-            harness.shards[0].horizon = end_of(harness.clock.wall_ms() + near_ms)
+            harness.look_ahead.add_weight(1_000 * KIB + 2)
+            harness.shards[0].window.horizon = end_of(harness.clock.wall_ms() + near_ms)
             harness.look_ahead.find_shards_to_load()
             await asyncio.sleep(0)
             harness.look_ahead.add_weight(-1)
@@ -557,14 +594,14 @@ class TestMemory:
             harness.look_ahead.add_weight(-1)
             await asyncio.sleep(0.01)
             assert bool(harness.asked) == loaded
-            harness.look_ahead.add_weight(-1_000)
+            harness.look_ahead.add_weight(-1_000 * KIB)
 
         with_harness(scenario, timers_in_memory_max=1_000)
 
     def test_timers_that_leave_memory_after_an_awaited_load_do_not_wake_the_loaders_again(self) -> None:
         async def scenario(harness: Harness) -> None:
             harness.look_ahead.reduce_memory = lambda: None  # type: ignore[method-assign]
-            harness.look_ahead.add_weight(1_001)
+            harness.look_ahead.add_weight(1_000 * KIB + 1)
             harness.look_ahead.find_shards_to_load()
             await asyncio.sleep(0.01)
             assert harness.asked == []
@@ -573,17 +610,17 @@ class TestMemory:
             assert len(harness.asked) == 1
             harness.look_ahead.add_weight(-1)
             assert not harness.look_ahead._wake.is_set()
-            harness.look_ahead.add_weight(-999)
+            harness.look_ahead.add_weight(-(1_000 * KIB - 1))
 
         with_harness(scenario, timers_in_memory_max=1_000)
 
     def test_above_the_limit_nothing_is_loaded_and_waiting_timers_are_parked(self) -> None:
         async def scenario(harness: Harness) -> None:
             harness.look_ahead.reduce_memory = lambda: None  # type: ignore[method-assign]
-            harness.look_ahead.add_weight(1_000)
+            harness.look_ahead.add_weight(1_000 * KIB)
             await until_loaded(harness)
             assert len(harness.asked) == 1, "just at the limit, and urgent"
-            harness.shards[0].horizon = BEFORE_ALL
+            harness.shards[0].window.horizon = BEFORE_ALL
             harness.look_ahead.add_weight(1)
             await until_loaded(harness)
             assert (len(harness.asked), harness.parked) == (1, []), "nothing waits"
@@ -591,9 +628,133 @@ class TestMemory:
             await until_loaded(harness)
             assert (len(harness.asked), set(harness.parked)) == (1, {100})
             harness.parked.clear()
-            harness.shards[0].horizon = end_of(harness.clock.wall_ms() + 10_000)
+            harness.shards[0].window.horizon = end_of(harness.clock.wall_ms() + 10_000)
             await until_loaded(harness)
             assert (len(harness.asked), harness.parked) == (1, []), "it is not urgent"
-            harness.look_ahead.add_weight(-1_001)
+            harness.look_ahead.add_weight(-(1_000 * KIB + 1))
 
         with_harness(scenario, timers_in_memory_max=1_000)
+
+
+class TestBacklogs:
+    def test_what_is_due_next_is_loaded_before_the_backlogs_and_these_begin_with_the_oldest(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            for shard_id in range(2):
+                harness.timers_of(shard_id, 120, first_ms=-60_000 + shard_id, step_ms=500)
+            harness.page_max = 40
+            harness.seconds = 0.01
+            await until_loaded(harness)
+            until = [requests[0].until_ms for requests in harness.asked]
+            ahead_ms = START_WALL_MS + MINUTE_MS
+            assert all(at_ms >= ahead_ms for at_ms in until[:3]), "both shards up to a minute ahead"
+            backlogs = [requests for requests in harness.asked if requests[0].until_ms < ahead_ms]
+            assert backlogs[0][0].shard_id == 0, "the one that begins first is the first"
+            assert harness.in_memory() == 240
+            assert harness.look_ahead.backlogs == 0
+
+        with_harness(scenario, shards=2)
+
+    def test_a_shard_whose_backlog_is_loaded_without_a_break_is_also_loaded_ahead(self) -> None:
+        """Each sweep finds it loading: its timers that became due next were late until the backlog was loaded."""
+
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 1_000, first_ms=-60_000, step_ms=1)
+            next_one = of_weight("next", START_WALL_MS + 65_000)
+            harness.timers[0].append(next_one)
+            harness.page_max = 5
+            harness.seconds = 0.4
+            for _ in range(65):
+                harness.look_ahead.find_shards_to_load()
+                await asyncio.sleep(1)
+            shard = harness.shards[0]
+            assert shard.window.backlog is not None, "it is still being loaded"
+            assert next_one.key in shard.entries, "it is due"
+
+        with_harness(scenario)
+
+    def test_a_backlog_waits_while_memory_is_half_full_of_timers_that_wait(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 120, first_ms=-60_000, step_ms=500)
+            harness.shards[0].window.horizon = end_of(START_WALL_MS + MINUTE_MS)
+            harness.shards[0].window.backlog = Backlog(BEFORE_ALL, end_of(START_WALL_MS))
+            harness.waiting = 60
+            harness.look_ahead.add_weight(500 * KIB + 1)
+            await until_loaded(harness)
+            await asyncio.sleep(1)
+            assert (harness.asked, harness.parked) == ([], [])
+            await until_loaded(harness)
+            assert harness.parked == [100], "they are held, and must not block it for ever"
+            harness.waiting -= 1
+            await asyncio.sleep(1)
+            await until_loaded(harness)
+            assert (harness.asked, harness.parked) == ([], [100]), "some were fired"
+            harness.look_ahead.add_weight(-1)
+            await asyncio.sleep(0.1)
+            assert len(harness.asked) >= 1
+            harness.look_ahead.add_weight(-500 * KIB)
+
+        with_harness(scenario, timers_in_memory_max=1_000)
+
+    def test_a_backlog_is_loaded_if_few_timers_wait_although_those_due_soon_use_half_of_the_memory(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.timers_of(0, 120, first_ms=-60_000, step_ms=500)
+            harness.shards[0].window.horizon = end_of(START_WALL_MS + MINUTE_MS)
+            harness.shards[0].window.backlog = Backlog(BEFORE_ALL, end_of(START_WALL_MS))
+            harness.waiting = 49
+            harness.look_ahead.add_weight(800 * KIB)
+            await until_loaded(harness)
+            assert harness.in_memory() == 120
+            harness.look_ahead.add_weight(-800 * KIB)
+
+        with_harness(scenario, timers_in_memory_max=1_000)
+
+    def test_at_most_two_loads_of_backlogs_are_in_flight_and_one_that_fails_comes_last(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            for shard_id, shard in harness.shards.items():
+                shard.window.horizon = end_of(START_WALL_MS + MINUTE_MS)
+                shard.window.backlog = Backlog(end_of(shard_id), end_of(START_WALL_MS))
+            harness.load_errors[0] = StoreUnavailable("away")
+            harness.look_ahead._largest_row = 10**9  # each shard is loaded alone
+            harness.seconds = 0.1
+            await until_loaded(harness)
+            assert harness.most_loads == 2
+            assert harness.look_ahead._failed_at_ms.keys() == {0}
+            assert {shard_id for shard_id, s in harness.shards.items() if s.window.backlog is not None} == {0}
+            harness.load_errors.clear()
+            await until_loaded(harness)
+            assert harness.look_ahead.backlogs == 0
+            assert harness.look_ahead._failed_at_ms == {}
+
+        with_harness(scenario, shards=6)
+
+
+class TestBytesOfLoads:
+    def test_the_shards_of_a_load_share_its_part_of_the_memory(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            await until_loaded(harness)
+            part = 10_000 * KIB // 8 // 4
+            assert [{request.chars_max for request in requests} for requests in harness.asked] == [{part // 4}]
+
+        with_harness(scenario, shards=4)
+
+    def test_after_large_rows_fewer_shards_are_loaded_together_so_that_their_first_rows_fit(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            for shard_id in range(64):
+                harness.timers_of(shard_id, 3, first_ms=1_000, step_ms=1, payload="x" * 100_000)
+            await until_loaded(harness)
+            assert len(harness.asked[0]) == 64, "nothing is known yet"
+            part = 10_000 * KIB // 8 // 4
+            assert max(len(requests) * 100_000 for requests in harness.asked[1:]) <= part
+
+        with_harness(scenario, shards=64)
+
+    def test_large_rows_are_forgotten_after_some_loads(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            harness.look_ahead._largest_row = 1_000_000
+            await until_loaded(harness)
+            sizes = [len(requests) for requests in harness.asked]
+            assert sizes[0] == 1
+            assert max(sizes) > 16
+            assert sum(sizes) == 200
+
+        with_harness(scenario, shards=200)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_world import URL, World, in_world
+from engine_world import URL, World, in_world, on_one_shard
 from msgspec.structs import replace
+from two_instances import Wires, of_two, owned_by
 
 from duetime.cluster.forwarding import CreateCommand, FireNowCommand, Forward, ReplayCommand, UpdateCommand
 from duetime.delivery import Attempt
@@ -17,7 +18,7 @@ from duetime.domain.timer import Namespace, NamespaceSpec, State, TimerKey, Time
 from duetime.errors import Conflict, DuetimeError, NotFound, OutcomeUnknown, StoreUnavailable, Unserved
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
-from duetime.testing.virtual import VirtualClock, run_virtual
+from duetime.testing.virtual import VirtualClock
 
 SECRET = "whsec_c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0"
 KEY = TimerKey("shop", "a")
@@ -25,24 +26,6 @@ KEY = TimerKey("shop", "a")
 
 class ExclusiveStore(MemoryStore):
     capabilities = replace(MemoryStore.capabilities, exclusive=True)
-
-
-def on_faulty(
-    scenario: Callable[[World, FaultyStore], Awaitable[None]],
-    new_store: Callable[[VirtualClock], MemoryStore] = MemoryStore,
-    **settings: Any,
-) -> None:
-    async def run(clock: VirtualClock) -> None:
-        store = FaultyStore(new_store(clock))
-        world = World(clock, store.as_store, namespaces__default_num_shards=1, **settings)
-        await world.start()
-        try:
-            await scenario(world, store)
-        finally:
-            store.heal()
-            await world.engine.stop()
-
-    run_virtual(run)
 
 
 async def make_shop(world: World) -> Namespace:
@@ -81,7 +64,7 @@ def test_a_new_owner_that_has_not_read_the_namespace_reads_it_before_it_fires() 
         await asyncio.sleep(1)
         assert seen == [shop]
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_while_the_namespaces_cannot_be_read_the_timer_is_held_and_no_attempt_is_spent() -> None:
@@ -100,7 +83,7 @@ def test_while_the_namespaces_cannot_be_read_the_timer_is_held_and_no_attempt_is
         assert found.reached is not None
         assert found.reached.timer.attempts == 1
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_timer_in_a_namespace_created_again_is_fired_with_the_new_settings() -> None:
@@ -118,7 +101,7 @@ def test_a_timer_in_a_namespace_created_again_is_fired_with_the_new_settings() -
         await asyncio.sleep(1)
         assert seen == [shop]
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_timer_in_a_namespace_created_again_is_held_while_the_namespaces_cannot_be_read() -> None:
@@ -135,7 +118,7 @@ def test_a_timer_in_a_namespace_created_again_is_held_while_the_namespaces_canno
         await asyncio.sleep(20)
         assert seen == [shop]
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_timer_that_is_left_in_a_deleted_namespace_fires_with_its_settings() -> None:
@@ -147,7 +130,7 @@ def test_a_timer_that_is_left_in_a_deleted_namespace_fires_with_its_settings() -
         await asyncio.sleep(10)
         assert [namespace.signing_secrets for namespace in seen] == [(SECRET,)]
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_held_timer_that_is_deleted_or_moved_meanwhile_does_not_fire_when_its_namespace_is_known() -> None:
@@ -165,7 +148,7 @@ def test_a_held_timer_that_is_deleted_or_moved_meanwhile_does_not_fire_when_its_
         await asyncio.sleep(20)
         assert world.destinations.calls == []
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_an_outcome_is_settled_by_the_namespace_it_was_sent_with() -> None:
@@ -183,7 +166,7 @@ def test_an_outcome_is_settled_by_the_namespace_it_was_sent_with() -> None:
         found = (await store.get_many([(0, KEY)]))[0]
         assert found.reached is not None
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 # --- deleting a namespace against writes ---------------------------------------------------------
@@ -208,7 +191,7 @@ def test_a_create_whose_commit_outlasts_the_deletion_of_its_namespace_is_not_ack
         await asyncio.sleep(1)
         assert (await store.get_many([(0, KEY)]))[0].timer is None, "and nothing of it stays"
 
-    on_faulty(scenario, new_store)
+    on_one_shard(scenario, new_store)
 
 
 @both
@@ -229,7 +212,7 @@ def test_a_create_that_was_acknowledged_before_keeps_its_namespace(
         await asyncio.sleep(20)
         assert world.destinations.called() == ["a"]
 
-    on_faulty(scenario, new_store)
+    on_one_shard(scenario, new_store)
 
 
 def test_an_instance_that_has_not_seen_the_deletion_acknowledges_no_create_after_it() -> None:
@@ -249,7 +232,7 @@ def test_an_instance_that_has_not_seen_the_deletion_acknowledges_no_create_after
         with pytest.raises(NotFound):
             await creating
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_create_in_a_namespace_that_is_cached_as_deleted_is_refused_until_it_is_created_again() -> None:
@@ -262,7 +245,7 @@ def test_a_create_in_a_namespace_that_is_cached_as_deleted_is_refused_until_it_i
         await make_shop(world)
         assert (await create(world)).view.state is State.SCHEDULED
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_create_is_of_unknown_outcome_if_it_cannot_be_read_whether_its_namespace_still_exists() -> None:
@@ -276,7 +259,7 @@ def test_a_create_is_of_unknown_outcome_if_it_cannot_be_read_whether_its_namespa
         with pytest.raises(OutcomeUnknown):
             await creating
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 @pytest.mark.parametrize("kind", ["create", "update", "fireNow", "replay"])
@@ -301,7 +284,7 @@ def test_a_forwarded_write_is_not_carried_out_in_a_deleted_namespace(kind: str) 
         assert (await store.get_many([(0, KEY)]))[0] == before
         assert store.calls["commit"] == commits, "not even for a moment, in which it might fire"
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 @pytest.mark.parametrize("kind", ["create", "replay"])
@@ -326,7 +309,7 @@ def test_a_forwarded_write_whose_commit_outlasts_the_deletion_is_not_acknowledge
         await asyncio.sleep(1)
         assert (await store.get_many([(0, KEY)]))[0].timer is None
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 @pytest.mark.parametrize("kind", ["create", "update", "fireNow"])
@@ -352,7 +335,7 @@ def test_a_write_over_a_timer_that_was_there_before_never_removes_it(kind: str) 
         found = (await store.get_many([(0, KEY)]))[0]
         assert found.timer is not None or found.reached is not None
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 # --- while a namespace is being deleted ----------------------------------------------------------
@@ -376,7 +359,7 @@ def test_while_a_namespace_is_being_deleted_its_timers_can_be_read_and_cancelled
         await asyncio.sleep(70)
         assert world.destinations.called() == ["b"], "what is in it fires"
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_deletion_that_is_refused_leaves_the_namespace_as_it_was() -> None:
@@ -393,7 +376,7 @@ def test_a_deletion_that_is_refused_leaves_the_namespace_as_it_was() -> None:
         assert (after.deleting, after.deleted) == (False, False)
         await create(world, 60_000, "b")
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_no_create_is_accepted_from_the_moment_a_deletion_has_searched_for_timers() -> None:
@@ -409,7 +392,7 @@ def test_no_create_is_accepted_from_the_moment_a_deletion_has_searched_for_timer
         with pytest.raises(NotFound):
             await create(world)
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_deletion_mark_that_cannot_be_removed_does_not_change_the_answer() -> None:
@@ -426,7 +409,7 @@ def test_a_deletion_mark_that_cannot_be_removed_does_not_change_the_answer() -> 
             await deleting
         assert caught.value.code == "namespace_in_use"
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_deletion_that_cannot_search_for_timers_fails_and_deletes_nothing() -> None:
@@ -439,7 +422,7 @@ def test_a_deletion_that_cannot_search_for_timers_fails_and_deletes_nothing() ->
             await deleting
         await create(world)
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_the_deletion_mark_of_a_crashed_instance_is_removed_after_a_while() -> None:
@@ -457,7 +440,7 @@ def test_the_deletion_mark_of_a_crashed_instance_is_removed_after_a_while() -> N
         assert not await store.put_namespace(replace(marked, deleted=True, revision=2), 1), "it has come too late"
         assert world.engine.namespaces.known("shop") == replace(shop, revision=2)
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_deletion_mark_that_was_removed_is_noticed_by_the_next_create() -> None:
@@ -472,7 +455,7 @@ def test_a_deletion_mark_that_was_removed_is_noticed_by_the_next_create() -> Non
         await store.put_namespace(replace(shop, revision=2), 1)
         assert (await create(world)).view.state is State.SCHEDULED
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_create_in_a_namespace_that_is_known_reads_nothing() -> None:
@@ -485,7 +468,7 @@ def test_a_create_in_a_namespace_that_is_known_reads_nothing() -> None:
             )
         assert store.calls["namespaces"] == before
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_a_create_that_is_committed_after_the_deletion_mark_is_removed_again_and_may_be_retried() -> None:
@@ -501,7 +484,7 @@ def test_a_create_that_is_committed_after_the_deletion_mark_is_removed_again_and
             await creating
         assert (await store.get_many([(0, KEY)]))[0].timer is None
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 # --- reads and writes of the namespaces ----------------------------------------------------------
@@ -531,7 +514,7 @@ def test_a_read_that_began_before_a_write_does_not_undo_it() -> None:
         await world.engine.namespaces.refresh()
         assert world.engine.namespaces.known("shop") == changed
 
-    on_faulty(scenario, ExclusiveStore)
+    on_one_shard(scenario, ExclusiveStore)
 
 
 def test_of_two_reads_the_one_that_began_later_counts() -> None:
@@ -556,7 +539,7 @@ def test_of_two_reads_the_one_that_began_later_counts() -> None:
         assert world.engine.namespaces.known("shop") == new[0]
         store._store.namespaces = MemoryStore.namespaces.__get__(store._store)  # type: ignore[method-assign]
 
-    on_faulty(scenario, ExclusiveStore)
+    on_one_shard(scenario, ExclusiveStore)
 
 
 def test_a_namespace_with_a_row_that_cannot_be_decoded_is_not_empty() -> None:
@@ -596,7 +579,7 @@ def test_of_timers_held_for_their_namespace_as_many_are_parked_as_asked_for_and_
         await asyncio.sleep(90)
         assert sorted(world.destinations.called()) == ["a", "b", "c"]
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 def test_creates_that_remove_the_mark_of_a_crashed_instance_at_the_same_time_all_succeed() -> None:
@@ -615,7 +598,7 @@ def test_creates_that_remove_the_mark_of_a_crashed_instance_at_the_same_time_all
         assert [answer.replaced for answer in answers] == [False] * 3
         assert world.engine.namespaces.known("shop") == replace(shop, revision=2)
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
 
 
 @pytest.mark.parametrize("fault", [Fault.LOST_THEN_UNKNOWN, Fault.APPLIED_THEN_UNKNOWN])
@@ -633,4 +616,23 @@ def test_a_create_is_not_applied_if_it_is_unknown_whether_the_mark_was_removed(f
         assert (await store.get_many([(0, KEY)]))[0].timer is None
         assert (await create(world)).replaced is False
 
-    on_faulty(scenario)
+    on_one_shard(scenario)
+
+
+def test_a_namespace_read_long_ago_is_read_again_before_a_create_is_accepted() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
+        await a.service.namespaces.create(NamespaceSpec(name="n", num_shards=16))
+        await b.service.namespaces.get("n")
+        stuck = FaultyStore(b.store)
+        b.engine.namespaces._store = stuck.as_store
+        released = stuck.hold("namespaces")
+        await a.service.namespaces.delete("n")
+        spec = TimerSpec(namespace="n", timer_id=owned_by(b), delay_ms=1_000, callback_url=URL)
+        creating = asyncio.ensure_future(b.service.create(spec))
+        await asyncio.sleep(1)
+        assert not creating.done(), "it may have been deleted: not on a reading of long ago"
+        released.set()
+        with pytest.raises(DuetimeError, match="There is no namespace"):
+            await creating
+
+    of_two(scenario)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from engine_world import OK, URL, World, in_world
+from engine_world import OK, URL, World, in_world, on_one_shard
 from hooked_store import (
     HookedStore,
     Pair,
@@ -18,15 +18,24 @@ from hooked_store import (
     with_store,
 )
 from msgspec.structs import replace
+from two_instances import Wires, of_two
 
 from duetime.cluster.placement import owners
 from duetime.config import Duration
 from duetime.delivery import Attempt
-from duetime.domain.settle import AttemptResult
-from duetime.domain.timer import TimerKey, TimerSpec, shard_of
+from duetime.domain.settle import AttemptResult, Contact
+from duetime.domain.timer import (
+    State,
+    TimerKey,
+    TimerSpec,
+    Verdict,
+    shard_of,
+)
 from duetime.errors import NotOwner, OutcomeUnknown
 from duetime.store import Claim, ShardRow
-from duetime.testing.faulty import Fault
+from duetime.stores.memory import MemoryStore
+from duetime.testing.faulty import Fault, FaultyStore
+from duetime.testing.virtual import VirtualClock, run_virtual
 
 ONE_SECOND = Duration(1_000)
 
@@ -596,7 +605,7 @@ def test_a_shard_that_moves_starts_no_queued_delivery_and_repeats_none() -> None
         await asyncio.sleep(60)  # claimed again: it is the only instance
         assert sorted(world.destinations.called()) == sorted(names), "lost, or delivered twice"
 
-    in_world(scenario, delivery__concurrency_per_destination=8)
+    in_world(scenario, delivery__concurrency_per_flow=8)
 
 
 def test_a_shard_that_waits_for_a_delivery_in_flight_still_accepts_writes() -> None:
@@ -703,3 +712,127 @@ def test_writes_accepted_while_a_shard_drains_are_on_disk_before_it_is_released(
         assert await _scheduled(world, "a")
 
     in_world(scenario, namespaces__default_num_shards=1)
+
+
+def test_a_timer_whose_connect_fails_during_a_recovery_still_fires() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
+        refused = asyncio.Event()
+
+        async def connect(attempt: Attempt) -> AttemptResult:
+            if attempt.timer.timer_id == "x" and not refused.is_set():
+                await asyncio.sleep(1)
+                refused.set()
+                return AttemptResult(Contact.BROKEN, error="connection refused")
+            return await deliver(attempt)
+
+        deliver = world.destinations.deliver
+        world.destinations.deliver = connect  # type: ignore[method-assign]
+        world.engine.fire_loop._deliverer = world.destinations
+        await world.create("x", 1_000)
+        await asyncio.sleep(1.5)
+        store.fail("commit", Fault.LOST_THEN_UNKNOWN)
+        store.fail("claim", *[Fault.UNAVAILABLE] * 4)
+        other = asyncio.ensure_future(world.create("other", 3_600_000))
+        await refused.wait()
+        assert world.engine.shards[0].recovering
+        await asyncio.sleep(60)
+        await other
+        assert world.destinations.called() == ["x"]
+
+    on_one_shard(scenario)
+
+
+def test_a_timer_that_became_due_twice_during_a_recovery_does_not_fire_after_its_delete() -> None:
+    async def scenario(world: World, store: FaultyStore) -> None:
+        due_ms = world.clock.wall_ms() + 1_000
+        fields = {"namespace": "default", "timer_id": "x", "execute_at_ms": due_ms, "callback_url": URL}
+        await world.service.create(TimerSpec(**fields))  # type: ignore[arg-type]
+        await asyncio.sleep(0.9)
+        store.fail("commit", Fault.LOST_THEN_UNKNOWN)
+        store.fail("claim", *[Fault.UNAVAILABLE] * 9)
+        store.fail("heartbeat", *[Fault.UNAVAILABLE] * 20)
+        other = asyncio.ensure_future(world.create("other", 3_600_000))
+        await asyncio.sleep(0.5)
+        await world.service.create(TimerSpec(**fields, if_absent=True))  # type: ignore[arg-type]
+        shard = world.engine.shards[0]
+        while shard.recovering:
+            await asyncio.sleep(0.01)
+        await other
+        assert await world.service.delete(TimerKey("default", "x")) is Verdict.CANCELLED
+        before = len(world.destinations.calls)
+        await asyncio.sleep(60)
+        assert world.destinations.calls[before:] == []
+        assert (world.engine.counters.writes_waiting, world.engine.counters.unsettled) == (0, 0)
+
+    on_one_shard(scenario)
+
+
+def test_shards_that_could_not_be_claimed_at_the_start_are_claimed_later() -> None:
+    class Exclusive(MemoryStore):
+        capabilities = type(MemoryStore.capabilities)(
+            name="memory", batch_max=100, payload_bytes_max=1_000, parallel_commits=1, exclusive=True, durable=False
+        )
+
+    async def run(clock: VirtualClock) -> None:
+        store = FaultyStore(Exclusive(clock))
+        store.fail("heartbeat", Fault.UNAVAILABLE)
+        world = World(clock, store.as_store)
+        await world.start()
+        assert world.service.readiness() is not None
+        await asyncio.sleep(5)
+        assert world.service.readiness() is None
+        await world.create("x", 1_000)
+        await asyncio.sleep(2)
+        assert (await world.get("x")).state is State.DELIVERED
+        await world.engine.stop()
+
+    run_virtual(run)
+
+
+def test_a_release_that_failed_while_the_clock_was_off_is_repeated() -> None:
+    """The instance is alive, so no other member may claim the shards that it owns but does not serve."""
+
+    async def scenario(a: World, b: World, wires: Wires) -> None:
+        faulty = FaultyStore(b.store)
+        b.engine.ownership._store = faulty.as_store
+        faulty.fail("release", *[Fault.UNAVAILABLE] * 3)
+        b.engine.membership.skew_ms = 10_000
+        b.engine.membership._measure_clock = lambda *_: None  # type: ignore[method-assign]
+        await asyncio.sleep(10)
+        assert faulty.calls["release"] > 1
+        assert not b.engine.shards
+        assert len(a.engine.shards) == 16
+
+    of_two(scenario)
+
+
+def test_a_balance_that_failed_is_repeated_with_the_next_heartbeat() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
+        faulty = FaultyStore(a.store)
+        a.engine.ownership._store = faulty.as_store
+        b.engine.abandon()
+        faulty.fail("claim", Fault.UNAVAILABLE)
+        await asyncio.sleep(5.5)
+        assert len(a.engine.shards) == 16
+        assert faulty.calls["claim"] > 1
+
+    of_two(scenario)
+
+
+def test_case_25_an_instance_that_dies_again_and_again_takes_nothing_from_those_that_stay() -> None:
+    async def run(clock: VirtualClock) -> None:
+        store = MemoryStore(clock)
+        stays = World(clock, store)
+        await stays.start()
+        for number in range(5):
+            comes = World(clock, store)
+            comes.starts = 100 + number
+            comes.new_instance()
+            await comes.start()
+            await asyncio.sleep(2)
+            comes.engine.abandon()
+            assert len(stays.engine.shards) == 16
+            await asyncio.sleep(1)
+        await stays.engine.stop()
+
+    run_virtual(run)

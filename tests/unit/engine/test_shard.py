@@ -3,141 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
-from engine_world import check_shard
+from shard_world import NOW_MS, UNTIL_MS, A, B, Harness, delivered, timer, with_harness
 
 from duetime.domain.settle import Settlement
-from duetime.domain.timer import BEFORE_ALL, Extras, Position, Timer, TimerKey
-from duetime.engine.counters import Counters
+from duetime.domain.timer import BEFORE_ALL, Extras, Position
 from duetime.engine.pending_write import PendingWrite, WriteResult
-from duetime.engine.shard import UNKNOWN, Entry, Phase, Shard, ShardState, end_of
+from duetime.engine.shard import UNKNOWN, Entry, Phase, ShardState, end_of
 from duetime.errors import Busy, NotOwner, OutcomeUnknown, StoreUnavailable
 from duetime.store import Batch, Committed, Fence, Found, Page, ShardRow, Unreadable
-from duetime.testing import make_reached, make_timer
-from duetime.testing.virtual import VirtualClock, run_virtual
-
-NOW_MS = 1_800_000_000_000
-UNTIL_MS = NOW_MS + 60_000
-A = TimerKey("test", "a")
-B = TimerKey("test", "b")
-
-
-class FakeHost:
-    """What a shard needs of an engine: counters, and which entries are armed."""
-
-    def __init__(self) -> None:
-        self.counters = Counters(writes_waiting_max=1_000)
-        self.now_ms = 1_000
-        self.armed: list[Entry] = []
-        self.enqueued = 0
-
-    def arm(self, entry: Entry) -> None:
-        assert entry not in self.armed, "armed twice"
-        self.armed.append(entry)
-
-    def disarm(self, entry: Entry) -> None:
-        self.armed.remove(entry)
-
-    def add_weight(self, weight: int) -> None:
-        self.counters.weight += weight
-
-    def enqueue(self, shard: Shard) -> None:
-        self.enqueued += 1
-
-    def boot_ms(self) -> int:
-        return self.now_ms
-
-
-class Harness:
-    """One shard that has loaded everything up to UNTIL_MS, and what group commit and the fire loop do with it."""
-
-    def __init__(self, low_water: Position = BEFORE_ALL, *, loaded: bool = True, version: int = 3) -> None:
-        self.host = FakeHost()
-        self.shard = Shard(ShardRow(7, version, 1, "me", low_water=low_water), self.host)
-        if loaded:
-            self.load([])
-
-    def check(self) -> None:
-        host = self.host
-        check_shard(self.shard)
-        writes = [*self.shard.pending.values(), *self.shard.committing.values()]
-        assert host.counters.writes_waiting == len(writes), "writes_waiting drifts"
-        assert host.counters.unsettled == sum(write.settlement is not None for write in writes), "unsettled drifts"
-        assert host.counters.weight == sum(entry.weight for entry in self.shard.entries.values()), "weight drifts"
-        armed = [entry for entry in self.shard.entries.values() if entry.phase is Phase.ARMED]
-        assert {id(entry) for entry in host.armed} == {id(entry) for entry in armed}
-
-    def load(self, timers: list[Timer], more: Position | None = None, until_ms: int = UNTIL_MS, **rest: Any) -> None:
-        self.shard.begin_load()
-        self.shard.end_load(Page(timers, more, **rest), until_ms)
-
-    def write(self, put: Timer, **rest: Any) -> asyncio.Future[WriteResult]:
-        return self.shard.write(put.key, put, [], **rest)
-
-    def delete(self, key: TimerKey = A) -> asyncio.Future[WriteResult]:
-        return self.shard.write(key, None, [])
-
-    def take(self, room: int = 100, chars: int = 1_000_000) -> Batch:
-        batch = self.shard.next_batch(room, chars)
-        assert batch is not None
-        return batch
-
-    def commit(self, replaced: frozenset[int] = frozenset()) -> Batch:
-        batch = self.take()
-        self.shard.committed(batch, Committed(replaced))
-        self.check()
-        return batch
-
-    def put(self, timer: Timer) -> Entry:
-        """On disk and in memory."""
-        self.write(timer)
-        self.commit()
-        return self.shard.entries[timer.key]
-
-    def queue(self, entry: Entry) -> None:
-        """What the fire loop does with a due timer."""
-        self.host.disarm(entry)
-        entry.phase = Phase.QUEUED
-
-    def send(self, entry: Entry) -> None:
-        self.queue(entry)
-        assert self.shard.begin(entry, NOW_MS, again=False)
-
-    def recover(self, found: dict[TimerKey, Found], low_water: Position = BEFORE_ALL) -> None:
-        self.shard.finish_recovery(ShardRow(7, self.shard.fence.version + 1, 2, "me", low_water=low_water), found)
-        self.check()
-
-
-def with_harness(scenario: Callable[[Harness], Awaitable[None]], **settings: Any) -> None:
-    async def run(clock: VirtualClock) -> None:
-        harness = Harness(**settings)
-        await scenario(harness)
-        harness.check()
-        harness.shard.drop(NotOwner())
-        harness.check()
-        assert harness.host.armed == []
-        assert (
-            harness.host.counters.writes_waiting,
-            harness.host.counters.unsettled,
-            harness.host.counters.weight,
-        ) == (
-            0,
-            0,
-            0,
-        )
-
-    run_virtual(run)
-
-
-def timer(timer_id: str = "a", execute_at_ms: int = NOW_MS, **changes: Any) -> Timer:
-    return make_timer(timer_id, execute_at_ms, **changes)
-
-
-def delivered(entry: Entry) -> Settlement:
-    return Settlement(reached=make_reached(entry.timer), succeeded=True)
+from duetime.testing import make_reached
 
 
 def phase_of(entry: Entry) -> Phase:
@@ -515,7 +391,7 @@ class TestLowWater:
         with_harness(scenario)
 
     def test_it_does_not_rise_if_not_all_unreadable_rows_are_known(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("duetime.engine.shard._UNREADABLE_MAX", 2)
+        monkeypatch.setattr("duetime.engine.unreadable_rows._ROWS_MAX", 2)
 
         async def scenario(harness: Harness) -> None:
             rows = [Unreadable(Position(NOW_MS + n, 1, 1), "test", f"x{n}", "broken") for n in range(3)]
@@ -1107,6 +983,20 @@ class TestReadingBeforeWriting:
 
         with_harness(scenario)
 
+    def test_a_timer_leaves_memory_only_if_no_command_is_at_work_on_it(self) -> None:
+        async def scenario(harness: Harness) -> None:
+            entry = harness.put(timer())
+            async with harness.shard.key_lock(A):
+                assert not harness.shard.spill(entry)
+            assert A in harness.shard.entries
+            assert harness.shard.window.backlog is None
+            assert harness.shard.spill(entry)
+            assert A not in harness.shard.entries
+            assert harness.shard.window.backlog is not None
+            assert not harness.shard.spill(entry)
+
+        with_harness(scenario)
+
     def test_a_timer_that_is_written_under_its_key_lock_is_not_armed_when_it_is_unlocked(self) -> None:
         async def scenario(harness: Harness) -> None:
             async with harness.shard.key_lock(A):
@@ -1164,15 +1054,14 @@ class TestReadingBeforeWriting:
 class TestMemory:
     def test_weights_follow_the_payloads(self) -> None:
         async def scenario(harness: Harness) -> None:
-            assert harness.put(timer("a")).weight == 1
-            assert harness.put(timer("b", payload="x" * 1_023)).weight == 1
-            assert harness.put(timer("c", payload="x" * 1_024)).weight == 2
-            assert harness.put(timer("d", payload="x" * 10_240)).weight == 11
-            assert harness.host.counters.weight == 15
-            harness.put(timer("d"))
-            harness.delete(timer("c").key)
+            plain = harness.put(timer("a")).weight
+            assert harness.put(timer("b", payload="x" * 1_024)).weight == plain + 1_024 + 49
+            assert harness.put(timer("c", payload="x" * 10_240)).weight == plain + 10_240 + 49
+            assert harness.host.counters.weight == 3 * plain + 11_264 + 98
+            harness.put(timer("c"))
+            harness.delete(timer("b").key)
             harness.commit()
-            assert harness.host.counters.weight == 3
+            assert harness.host.counters.weight == 2 * plain
 
         with_harness(scenario)
 
@@ -1214,9 +1103,9 @@ class TestMemory:
             ]
             harness.load([], unreadable=rows)
             harness.load([], unreadable=rows)
-            assert list(harness.shard.unreadable.values()) == rows
+            assert list(harness.shard.unreadable.rows.values()) == rows
             harness.put(timer())
-            assert list(harness.shard.unreadable.values()) == rows[1:]
+            assert list(harness.shard.unreadable.rows.values()) == rows[1:]
 
         with_harness(scenario)
 
@@ -1241,10 +1130,10 @@ class TestLoading:
     def test_a_timer_written_while_a_page_was_read_and_at_its_end_is_added(self) -> None:
         async def scenario(harness: Harness) -> None:
             last = timer("last", NOW_MS + 10)
-            harness.shard.begin_load()
+            harness.shard.begin_load(UNTIL_MS)
             harness.write(timer("last", NOW_MS + 10, payload="new"))
             harness.commit()
-            harness.shard.end_load(Page([last], last.position), UNTIL_MS)
+            harness.shard.end_load(Page([last], last.position), 0)
             assert [entry.timer.payload for entry in harness.shard.entries.values()] == ["new"]
 
         with_harness(scenario, loaded=False)
@@ -1268,7 +1157,7 @@ class TestLoading:
         with_harness(scenario)
 
     def test_an_unreadable_row_that_is_known_is_not_counted_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("duetime.engine.shard._UNREADABLE_MAX", 2)
+        monkeypatch.setattr("duetime.engine.unreadable_rows._ROWS_MAX", 2)
 
         async def scenario(harness: Harness) -> None:
             rows = [Unreadable(Position(NOW_MS + n, 1, 1), "test", f"x{n}", "broken") for n in range(2)]
@@ -1285,9 +1174,9 @@ class TestLoading:
         async def scenario(harness: Harness) -> None:
             shard = harness.shard
             assert shard.horizon == shard.low_water == end_of(NOW_MS - 1_000)
-            shard.begin_load()
+            shard.begin_load(UNTIL_MS)
             assert shard.loading
-            shard.end_load(Page([timer("a"), timer("b", NOW_MS + 5)], None), UNTIL_MS)
+            shard.end_load(Page([timer("a"), timer("b", NOW_MS + 5)], None), 0)
             assert not shard.loading
             assert shard.horizon == end_of(UNTIL_MS)
             assert {entry.phase for entry in shard.entries.values()} == {Phase.ARMED}
@@ -1318,9 +1207,9 @@ class TestLoading:
 
     def test_a_load_that_failed_changes_nothing(self) -> None:
         async def scenario(harness: Harness) -> None:
-            harness.shard.begin_load()
+            harness.shard.begin_load(UNTIL_MS + 1)
             harness.put(timer())
-            harness.shard.end_load(None, UNTIL_MS + 1)
+            harness.shard.end_load(None, 0)
             assert not harness.shard.loading
             assert harness.shard.horizon == end_of(UNTIL_MS)
 
@@ -1328,9 +1217,9 @@ class TestLoading:
 
     def test_a_page_for_a_shard_that_was_dropped_meanwhile_adds_nothing(self) -> None:
         async def scenario(harness: Harness) -> None:
-            harness.shard.begin_load()
+            harness.shard.begin_load(UNTIL_MS)
             harness.shard.drop(NotOwner())
-            harness.shard.end_load(Page([timer()], None), UNTIL_MS)
+            harness.shard.end_load(Page([timer()], None), 0)
             assert harness.shard.entries == {}
             assert harness.shard.horizon == BEFORE_ALL
 
@@ -1352,14 +1241,14 @@ class TestLoading:
             shard = harness.shard
             for name in ("deleted", "replaced"):
                 harness.put(timer(name, NOW_MS))
-            shard.begin_load()
+            shard.begin_load(UNTIL_MS + 500)
             harness.delete(timer("deleted").key)
             harness.write(timer("replaced", NOW_MS, payload="new"))
             harness.write(timer("moved", UNTIL_MS + 100, payload="new"))
             harness.write(timer("gone", UNTIL_MS + 900, payload="new"))
             harness.commit()
             page = [timer(name, UNTIL_MS + 50) for name in ("moved", "gone", "left")]
-            shard.end_load(Page([timer("deleted"), timer("replaced"), *page], None), UNTIL_MS + 500)
+            shard.end_load(Page([timer("deleted"), timer("replaced"), *page], None), 0)
             harness.check()
             held = {entry.timer.timer_id: entry.timer for entry in shard.entries.values()}
             assert held == {
@@ -1373,11 +1262,11 @@ class TestLoading:
     def test_a_timer_written_while_a_page_was_read_is_not_added_twice(self) -> None:
         async def scenario(harness: Harness) -> None:
             far = timer("far", UNTIL_MS + 100)
-            harness.shard.begin_load()
+            harness.shard.begin_load(UNTIL_MS + 500)
             harness.write(far)
             harness.commit()
             harness.shard._add_entry(far.key, far)
-            harness.shard.end_load(Page([far], None), UNTIL_MS + 500)
+            harness.shard.end_load(Page([far], None), 0)
             harness.check()
 
         with_harness(scenario)
@@ -1385,12 +1274,12 @@ class TestLoading:
     def test_writes_after_a_page_count_for_the_next_page(self) -> None:
         async def scenario(harness: Harness) -> None:
             far = timer("far", UNTIL_MS + 100)
-            harness.shard.begin_load()
+            harness.shard.begin_load(UNTIL_MS)
             harness.write(far)
             harness.commit()
-            harness.shard.end_load(Page([], None), UNTIL_MS)
-            harness.shard.begin_load()
-            harness.shard.end_load(Page([far], None), UNTIL_MS + 500)
+            harness.shard.end_load(Page([], None), 0)
+            harness.shard.begin_load(UNTIL_MS + 500)
+            harness.shard.end_load(Page([far], None), 0)
             assert list(harness.shard.entries) == [far.key]
 
         with_harness(scenario)
@@ -1411,10 +1300,10 @@ class TestLoading:
     def test_an_unreadable_row_whose_timer_was_written_meanwhile_is_not_counted(self) -> None:
         async def scenario(harness: Harness) -> None:
             row = Unreadable(Position(NOW_MS, 1, 1), "test", "a", "broken")
-            harness.shard.begin_load()
+            harness.shard.begin_load(UNTIL_MS)
             harness.put(timer())
-            harness.shard.end_load(Page([], None, [row]), UNTIL_MS)
-            assert harness.shard.unreadable == {}
+            harness.shard.end_load(Page([], None, [row]), 0)
+            assert not harness.shard.unreadable.rows
 
         with_harness(scenario)
 
@@ -1449,7 +1338,7 @@ class TestShrinking:
     def test_nothing_is_removed_while_a_page_is_loading(self) -> None:
         async def scenario(harness: Harness) -> None:
             harness.put(timer("a", NOW_MS + 5))
-            harness.shard.begin_load()
+            harness.shard.begin_load(UNTIL_MS)
             harness.shard.shrink(NOW_MS)
             assert harness.shard.horizon == end_of(UNTIL_MS)
             assert list(harness.shard.entries) == [A]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import ssl
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import uvloop
 from raw_server import OK, Server, answering, serving, silent
 
+from duetime.errors import DeadlineTooShort, Unreachable
 from duetime.http.client import Answer, HttpClient, HttpError, parse_target
 
 # Every test runs on both loops. The plugin's successor to this fixture is a hook for the whole test suite only.
@@ -320,15 +322,15 @@ async def test_calls_with_different_deadlines_each_end_at_their_own(client: Http
 
 
 async def test_case_12_connecting_has_a_deadline_of_its_own() -> None:
-    async def resolve(host: str, port: int) -> Sequence[str]:
+    async def resolve(host: str, port: int, owner: str) -> Sequence[str]:
         await asyncio.Event().wait()
         return []
 
     client = HttpClient(resolve=resolve, connect_timeout_ms=20)
-    with pytest.raises(HttpError, match=r"connect timeout after 0\.02 s") as caught:
+    with pytest.raises(HttpError, match=r"cannot resolve slow\.test: no answer within 0\.02 s") as caught:
         await client.request("POST", "http://slow.test/", timeout_ms=60_000)
     assert not caught.value.sent
-    with pytest.raises(HttpError, match=r"connect timeout after 0\.01 s"):
+    with pytest.raises(HttpError, match=r"no answer within 0\.01 s"):
         await client.request("POST", "http://slow.test/", timeout_ms=10)
     assert not client._origins, "a failed origin leaves nothing behind"
     await client.close()
@@ -354,19 +356,57 @@ async def test_without_an_answer_a_blocked_loop_delays_the_end_of_a_call_and_no_
 
 
 async def test_the_deadline_of_the_call_holds_while_it_connects() -> None:
-    async def resolve(host: str, port: int) -> Sequence[str]:
+    async def resolve(host: str, port: int, owner: str) -> Sequence[str]:
         await asyncio.Event().wait()
         return ()
 
     client = HttpClient(resolve=resolve, connect_timeout_ms=60_000)
     async with asyncio.timeout(20):
-        with pytest.raises(HttpError, match=r"connect timeout after 0\.1 s") as caught:
+        with pytest.raises(HttpError, match=r"cannot resolve a\.test: no answer within 0\.1 s") as caught:
             await client.request("POST", "http://a.test/", timeout_ms=100)
     assert not caught.value.sent
 
 
+async def test_only_the_limit_for_connecting_makes_a_target_unreachable_for_all_calls() -> None:
+    async def resolve(host: str, port: int, owner: str) -> Sequence[str]:
+        if host == "slow.test":
+            await asyncio.Event().wait()
+        return ["127.0.0.1"]
+
+    client = HttpClient(resolve=resolve, connect_timeout_ms=200)
+    async with serving(silent) as server:
+        for url in ("https://slow.test/", f"https://silent.test:{server.port}/"):
+            with pytest.raises(DeadlineTooShort, match=r" 0\.05 s"):
+                await client.request("POST", url, timeout_ms=50)
+            with pytest.raises(Unreachable, match=r" 0\.2 s") as caught:
+                await client.request("POST", url, timeout_ms=20_000)
+            assert type(caught.value) is Unreachable
+        await client.close()
+
+
+async def test_an_address_that_had_too_little_time_counts_for_more_than_one_that_refuses() -> None:
+    async def resolve(host: str, port: int, owner: str) -> Sequence[str]:
+        return ["127.0.0.9", "127.0.0.1"]
+
+    client = HttpClient(resolve=resolve, connect_timeout_ms=2_000)
+
+    async def slow_or_refused(origin: Any, target: Any, address: str) -> Any:
+        if address == "127.0.0.9":
+            await asyncio.Event().wait()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+    client._connect_to = slow_or_refused  # type: ignore[method-assign]
+    with pytest.raises(DeadlineTooShort):
+        await client.request("POST", "http://two.test/", timeout_ms=50)
+    client._connect_timeout_s = 0.05
+    with pytest.raises(Unreachable, match="refused") as caught:
+        await client.request("POST", "http://two.test/", timeout_ms=20_000)
+    assert type(caught.value) is Unreachable
+    await client.close()
+
+
 async def test_a_silent_address_leaves_time_for_the_next_one() -> None:
-    async def resolve(host: str, port: int) -> Sequence[str]:
+    async def resolve(host: str, port: int, owner: str) -> Sequence[str]:
         return ["127.0.0.9", "127.0.0.1"]
 
     client = HttpClient(resolve=resolve, connect_timeout_ms=3_000)
@@ -386,7 +426,7 @@ async def test_a_silent_address_leaves_time_for_the_next_one() -> None:
 async def test_a_client_that_is_closed_while_a_call_connects_sends_nothing() -> None:
     asked, may_answer = asyncio.Event(), asyncio.Event()
 
-    async def resolve(host: str, port: int) -> Sequence[str]:
+    async def resolve(host: str, port: int, owner: str) -> Sequence[str]:
         asked.set()
         await may_answer.wait()
         return ["127.0.0.1"]
@@ -473,7 +513,7 @@ async def serving_tls(certificate: tuple[Path, Path]) -> AsyncIterator[Server]:
         yield server
 
 
-async def to_loopback(host: str, port: int) -> Sequence[str]:
+async def to_loopback(host: str, port: int, owner: str) -> Sequence[str]:
     return ["127.0.0.1"]
 
 

@@ -6,12 +6,14 @@ import asyncio
 import socket
 import struct
 from collections.abc import AsyncIterator, Sequence
+from unittest.mock import Mock
 
 import pytest
 import uvloop
-from raw_server import OK, Server, answering, serving
+from raw_server import OK, Server, answering, serving, silent
 
 from duetime.http.client import Answer, HttpClient, HttpError
+from duetime.http.client_connection import Connection, Origin
 from duetime.http.urls import parse_target, request_head
 
 # Every test runs on both loops. The plugin's successor to this fixture is a hook for the whole test suite only.
@@ -55,9 +57,9 @@ async def endless(writer: asyncio.StreamWriter, piece: bytes) -> None:
         (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 4096),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000000\r\n\r\n", b"x" * 4096),
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"1000\r\n" + b"x" * 4096 + b"\r\n"),
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 500),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"40\r\n" + b"x" * 64 + b"\r\n"),
     ],
-    ids=["until close", "a length of a terabyte", "chunked", "chunks of one byte"],
+    ids=["until close", "a length of a terabyte", "chunked", "chunks of 64 bytes"],
 )
 async def test_case_13_an_endless_body_is_cut_off_and_the_status_decides(
     client: HttpClient, head: bytes, piece: bytes
@@ -74,6 +76,65 @@ async def test_case_13_an_endless_body_is_cut_off_and_the_status_decides(
         assert len(answer.body) == 64 * 1024
         await post(client, server)
         assert server.connections == 2
+
+
+async def test_an_answer_in_more_and_smaller_pieces_than_are_worth_their_time_is_malformed(client: HttpClient) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        await server.read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        if number == 1:  # as many as are free
+            writer.write(b"1;" + b"e" * 16_384 + b"\r\nx\r\n" + b"1\r\nx\r\n" * 1_023)
+            writer.write(b"0\r\n\r\n")
+            await reader.read()
+        await endless(writer, b"1\r\nx\r\n" * 100)
+
+    async with serving(handler) as server:
+        assert (await post(client, server)).body == b"x" * 1_024
+        for connection in client._connections:
+            connection.abort()
+        error = await failure(client, server)
+        assert (error.reason, error.sent) == ("malformed answer: a body in pieces of less than 64 bytes", True)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"HTTP/1.1 200 OK\r\n" + b"".join(b"%x:\r\n" % n for n in range(36_000)), "more than 16 KiB of headers"),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 40_000,
+            "a body in pieces of less than 64 bytes",
+        ),
+    ],
+    ids=["headers", "chunks"],
+)
+async def test_a_large_read_is_parsed_only_as_far_as_its_limits_allow(
+    client: HttpClient, data: bytes, reason: str
+) -> None:
+    async with serving(silent) as server:
+        call = asyncio.create_task(post(client, server))
+        while not any(connection.busy for connection in client._connections):
+            await asyncio.sleep(0)
+        (connection,) = client._connections
+        connection.data_received(data)
+        with pytest.raises(HttpError, match=f"malformed answer: {reason}"):
+            await call
+        assert len(data) > 200_000
+        assert connection._wire_bytes <= 2 * 16_384
+
+
+async def test_what_follows_the_end_of_an_answer_in_a_large_read_is_no_answer_to_the_next_call(
+    client: HttpClient,
+) -> None:
+    async with serving(silent) as server:
+        call = asyncio.create_task(post(client, server))
+        while not any(connection.busy for connection in client._connections):
+            await asyncio.sleep(0)
+        (connection,) = client._connections
+        whole = b"HTTP/1.1 200 OK\r\ncontent-length: 16300\r\n\r\n"
+        whole += b"x" * 16_300
+        connection.data_received(whole.ljust(16_384, b"\r") + OK)
+        assert (await call).body == b"x" * 16_300
+        assert connection.closed
 
 
 async def test_endless_chunk_extensions_and_trailers_count_as_an_endless_body(client: HttpClient) -> None:
@@ -159,7 +220,7 @@ async def test_a_second_try_that_cannot_connect_was_sent_all_the_same() -> None:
     """The first try was sent on a connection that closed: it is unknown whether it was carried out."""
     found: list[Sequence[str] | OSError] = [["127.0.0.1"], socket.gaierror(socket.EAI_AGAIN, "Try again")]
 
-    async def resolve(host: str, port: int) -> Sequence[str]:
+    async def resolve(host: str, port: int, owner: str) -> Sequence[str]:
         answer = found.pop(0)
         if isinstance(answer, OSError):
             raise answer
@@ -207,6 +268,16 @@ async def test_endless_headers_are_an_error(client: HttpClient, piece: bytes) ->
     async with serving(handler) as server:
         error = await failure(client, server)
         assert (error.reason, error.sent) == ("malformed answer: more than 16 KiB of headers", True)
+
+
+async def test_headers_beyond_the_limit_are_not_parsed_even_if_one_packet_has_all_of_them() -> None:
+    """To parse 36,000 of them takes milliseconds; receivers may send so many at the same time on each connection."""
+    connection = Connection(HttpClient(), Origin("http://h"))
+    connection.connection_made(Mock(spec=asyncio.Transport))
+    waiter = connection.start(b"", 1e9, 1_000, False)
+    connection.data_received(b"HTTP/1.1 500 x\r\n" + b"".join(b"%x:\r\n" % n for n in range(36_000)) + b"\r\n")
+    assert "16 KiB of headers" in str(waiter.exception())
+    assert len(connection._headers) < 10_000
 
 
 async def test_a_large_block_of_headers_in_one_piece_is_an_error(client: HttpClient) -> None:
@@ -445,7 +516,7 @@ async def test_a_name_that_does_not_exist_is_an_error_before_anything_was_sent(c
 
 
 async def test_the_next_address_is_tried_when_one_refuses_and_the_good_one_is_remembered() -> None:
-    async def resolve(host: str, port: int) -> Sequence[str]:
+    async def resolve(host: str, port: int, owner: str) -> Sequence[str]:
         return ["127.0.0.2", "127.0.0.1"]
 
     client = HttpClient(resolve=resolve)

@@ -265,3 +265,32 @@ def test_many_undecided_commands_do_not_make_a_new_one_expensive(monkeypatch: py
         assert len(a.service.forwarded._remembered) <= 6, "several go at once, so that they become fewer"
 
     of_two(scenario)
+
+
+def test_a_command_in_flight_is_never_forgotten_and_large_ones_do_not_fill_the_memory() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
+        faulty = FaultyStore(b.store)
+        for group_commit in b.engine._group_commits:
+            group_commit._store = faulty.as_store
+        released = faulty.hold("commit")
+        timer_id = owned_by(b)
+        shard_id = shard_of(timer_id, 16)
+        version = b.engine.shards[shard_id].fence.version
+
+        def command(number: int, payload: str) -> Forward:
+            spec = TimerSpec(namespace="default", timer_id=timer_id, delay_ms=60_000, callback_url=URL, payload=payload)
+            return Forward(f"order-{number}", shard_id, version, CreateCommand(spec))
+
+        first = b.service.forwarded.receive(command(0, "1"))
+        for number in range(1, 120):
+            b.service.forwarded.receive(command(number, '"' + "x" * 250_000 + '"'))
+        assert b.service.forwarded.answer_to("order-0") is first
+        released.set()
+        await first
+        await asyncio.sleep(1)
+        for number in range(1_000, 1_010):  # each new one lets a few old ones go
+            b.service.forwarded.receive(command(number, "2"))
+        assert b.service.forwarded._remembered_chars <= 17 * 1024 * 1024
+        await b.service.delete(TimerKey("default", timer_id))
+
+    of_two(scenario)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from engine_world import URL, World
 from hooked_store import HookedStore, stored, with_store
 from two_instances import Wires, of_two, owned_by
 
-from duetime.cluster.forwarding import CommandAnswer, CreateCommand, Forward, Peer
+from duetime.cluster.forwarding import CommandAnswer, CreateCommand, Forward, Peer, UpdateCommand
+from duetime.domain.recurrence import is_held
 from duetime.domain.timer import (
+    NOT_BY_OLDER_VERSIONS_MS,
     Created,
     NamespaceSpec,
     State,
@@ -19,15 +22,18 @@ from duetime.domain.timer import (
     Verdict,
     shard_of,
 )
+from duetime.domain.wall_clock import Schedule
 from duetime.engine.shard import ShardState
 from duetime.errors import (
     Conflict,
     DuetimeError,
+    InvalidField,
     NotFound,
     NotOwner,
     NotReady,
     OutcomeUnknown,
     StoreUnavailable,
+    Unserved,
 )
 from duetime.store import Claim
 from duetime.testing.faulty import Fault
@@ -372,5 +378,42 @@ def test_a_shard_whose_row_changes_is_asked_for_again_at_once() -> None:
         a.engine.balance = balance  # type: ignore[method-assign]
         assert len(wires.sent) == 2
         assert a.clock.boot_ms() - began < 15, "without a pause"
+
+    of_two(scenario)
+
+
+def _as_older(answer: DuetimeError) -> Callable[[], DuetimeError]:
+    return lambda: answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised"),
+    [
+        (InvalidField("executeAt", "one of executeAt and delay is required"), Unserved),
+        (InvalidField("delay", "delay must end before 9999-01-01T00:00:00Z"), Unserved),
+        (InvalidField("schedule.until", "schedule.until leaves no occurrence"), InvalidField),
+    ],
+)
+def test_case_53_an_owner_of_a_version_without_schedules_refuses_them_and_nothing_is_applied(
+    answer: DuetimeError, raised: type[DuetimeError]
+) -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
+        key = TimerKey("default", owned_by(b))
+        schedule = Schedule(timezone="UTC", repeat="daily", at="2027-01-20T09:00")
+        spec = TimerSpec(namespace="default", timer_id=key.timer_id, schedule=schedule, callback_url=URL)
+        wires.failure = _as_older(answer)
+        for call in (lambda: a.service.create(spec), lambda: a.service.pause(key)):
+            with pytest.raises(raised) as error:
+                await call()
+            assert type(error.value) is raised
+        # As such a version decodes what it is sent: it finds no time, or one that is too late.
+        assert (spec.execute_at_ms, spec.delay_ms) == (None, None)
+        sent = wires.sent[-1][1].command
+        assert isinstance(sent, UpdateCommand)
+        assert sent.patch.delay_ms == NOT_BY_OLDER_VERSIONS_MS
+        wires.failure = None
+        created = await a.service.create(spec)
+        assert created.view.timer.execute_at_ms == 1_800_435_600_000
+        assert is_held((await a.service.pause(key)).timer)
 
     of_two(scenario)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engine_world import URL, World, in_world, on_faulty
 from msgspec.structs import replace
+from two_instances import Wires, of_two
 
 from duetime.domain.timer import (
     SHARDS_MAX,
@@ -28,6 +29,7 @@ from duetime.errors import (
 from duetime.store import (
     Listing,
     ListQuery,
+    Store,
 )
 from duetime.stores.memory import MemoryStore
 from duetime.testing.faulty import Fault, FaultyStore
@@ -386,3 +388,33 @@ def test_an_unknown_or_deleted_name_is_read_again_from_the_store() -> None:
         assert (await namespaces.get("n")).revision == 2
 
     run_virtual(run)
+
+
+def test_a_deletion_whose_last_search_fails_deletes_nothing_and_fails() -> None:
+    async def scenario(a: World, b: World, wires: Wires) -> None:
+        await a.service.namespaces.create(NamespaceSpec(name="n", num_shards=16))
+        looks = 0
+
+        async def list_timers(query: Any, real: Any = a.store.list_timers) -> Any:
+            nonlocal looks
+            looks += 1
+            if looks > 1:
+                raise StoreUnavailable("a blip")
+            return await real(query)
+
+        a.service.namespaces._store = _With(a.store, list_timers)
+        with pytest.raises(StoreUnavailable):
+            await a.service.namespaces.delete("n")
+        after = await a.service.namespaces.get("n")
+        assert (after.deleted, after.deleting) == (False, False)
+
+    of_two(scenario)
+
+
+class _With:
+    def __init__(self, store: Store, list_timers: Any) -> None:
+        self._store = store
+        self.list_timers = list_timers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from datetime import date, timedelta
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from duetime.domain.timer import (
     Verdict,
     shard_of,
 )
+from duetime.domain.wall_clock import Schedule
 from duetime.engine.shard import Shard
 from duetime.errors import (
     Conflict,
@@ -42,6 +44,7 @@ from duetime.store import (
     Claim,
     Found,
     GuardedStore,
+    Listing,
     ListQuery,
     Member,
     ShardRow,
@@ -465,6 +468,76 @@ def test_a_list_can_be_narrowed() -> None:
     in_world(scenario)
 
 
+def _keys(views: list[TimerView]) -> list[str]:
+    return [f"{view.timer.namespace}/{view.timer.timer_id}" for view in views]
+
+
+@pytest.mark.parametrize("new_store", ["MemoryStore", "SlowLists"])
+def test_a_correlation_id_is_found_in_all_namespaces_one_after_the_other_by_name(new_store: str) -> None:
+    async def scenario(world: World) -> None:
+        for name in ("zoo", "ape", "empty", "gone"):
+            await world.service.namespaces.create(NamespaceSpec(name=name, num_shards=2))
+        for name in ("zoo", "default", "ape"):
+            for number, delay_ms in enumerate((2 * HOUR_MS, 100, HOUR_MS)):
+                await world.create(f"t{number}", delay_ms, namespace=name, correlation_id="x")
+            await world.create("other", HOUR_MS, namespace=name, correlation_id="y")
+            await world.create("none", HOUR_MS, namespace=name)
+        await world.create("t", 100, namespace="gone", correlation_id="x")
+        await asyncio.sleep(5)
+        await world.service.namespaces.delete("gone")
+        whole = [f"{name}/{timer_id}" for name in ("ape", "default", "zoo") for timer_id in ("t2", "t0", "t1")]
+        for limit in (1, 2, 100):
+            found = await _listed(world, namespace=None, correlation_id="x", limit=limit)
+            assert _keys(found) == whole
+        assert [view.reached is not None for view in found[:3]] == [False, False, True]
+        scheduled = await _listed(world, namespace=None, correlation_id="x", state=State.SCHEDULED, id_prefix="t2")
+        assert _keys(scheduled) == ["ape/t2", "default/t2", "zoo/t2"]
+        assert await _listed(world, namespace=None, correlation_id="nobody's") == []
+
+    in_world(scenario, new_store=globals()[new_store])
+
+
+class SlowLists(MemoryStore):
+    """Each list takes 0.6 s, so that one request makes at most two. There is no index of correlation ids."""
+
+    async def list_timers(self, query: ListQuery) -> Listing:
+        await asyncio.sleep(0.6)
+        return await super().list_timers(query)
+
+    async def next_namespace(self, correlation_id: str, after: str) -> str | None:
+        names = (namespace.name for namespace in await self.namespaces())
+        return min((name for name in names if name > after), default=None)
+
+
+def test_a_list_of_all_namespaces_reads_for_a_second_and_then_returns_what_it_has() -> None:
+    async def scenario(world: World) -> None:
+        for number in range(8):
+            await world.service.namespaces.create(NamespaceSpec(name=f"n{number}", num_shards=1))
+        await world.create("last", HOUR_MS, namespace="n7", correlation_id="x")
+        pages: list[list[str]] = []
+        cursor: str | None = None
+        while not pages or cursor is not None:
+            wanted = TimerFilter(namespace=None, correlation_id="x", cursor=cursor)
+            views, cursor = await world.service.list_timers(wanted)
+            pages.append(_keys(views))
+        assert pages == [[]] * 8 + [["n7/last"], []]  # two lists for each, the scheduled and the reached
+        with pytest.raises(InvalidField, match="needs a correlationId"):
+            await world.service.list_timers(TimerFilter(namespace=None))
+
+    in_world(scenario, new_store=SlowLists)
+
+
+@pytest.mark.parametrize("cursor", ["!", "WzAsMSwyLDNd", "WyJuIiwxXQ", "WyJuIiwieCJd"])
+def test_a_list_of_all_namespaces_refuses_a_cursor_that_is_not_its_own(cursor: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.service.namespaces.create(NamespaceSpec(name="n", num_shards=1))
+        with pytest.raises(InvalidField) as caught:
+            await world.service.list_timers(TimerFilter(namespace=None, correlation_id="x", cursor=cursor))
+        assert caught.value.field == "cursor"
+
+    in_world(scenario)
+
+
 def test_a_page_is_never_larger_than_the_limit_of_the_configuration() -> None:
     async def scenario(world: World) -> None:
         for number in range(5):
@@ -475,6 +548,107 @@ def test_a_page_is_never_larger_than_the_limit_of_the_configuration() -> None:
         assert len(views) == 2
 
     in_world(scenario, limits__page_timers_max=3)
+
+
+@pytest.mark.parametrize("character", ["x", "é", "😀"])
+def test_a_page_has_at_most_its_bytes_and_one_timer_and_nothing_is_skipped_between_pages(character: str) -> None:
+    async def scenario(world: World) -> None:
+        payload = f'"{character * 2_000}"'
+        timer_bytes = len(payload.encode())
+        for number in range(24):  # twelve of them are reached
+            tags = ("odd",) if number % 2 else ()
+            delay_ms = 100 if number < 12 else HOUR_MS + number
+            await world.create(f"t{number:02}", delay_ms, payload=payload, tags=tags)
+        await asyncio.sleep(5)
+        filters: list[dict[str, Any]] = [{}, {"state": State.DELIVERED}, {"tag": "odd"}, {"id_prefix": "t0"}]
+        for fields in filters:
+            for limit in (1_000, 4):
+                pages = await _pages(world, limit=limit, **fields)
+                assert max(map(len, pages)) <= min(limit, 20_000 // timer_bytes + 1)
+                names = [name for page in pages for name in _names(page)]
+                wanted = _names(await _listed(world, payloads=False, **fields))
+                assert names == wanted
+                assert len(set(names)) == len(names) >= 10
+        everything = [name for page in await _pages(world) for name in _names(page)]
+        assert sorted(everything) == [f"t{number:02}" for number in range(24)]
+        assert everything[:12] == [f"t{number}" for number in range(12, 24)]
+
+    in_world(scenario, limits__page_bytes_max=20_000)
+
+
+async def _pages(world: World, **fields: Any) -> list[list[TimerView]]:
+    pages: list[list[TimerView]] = []
+    cursor: str | None = None
+    while True:
+        views, cursor = await world.service.list_timers(TimerFilter(namespace="default", cursor=cursor, **fields))
+        pages.append(views)
+        if cursor is None:
+            return pages
+
+
+def test_the_bytes_of_a_page_are_also_those_of_headers() -> None:
+    async def scenario(world: World) -> None:
+        for number in range(20):
+            await world.create(f"t{number:02}", HOUR_MS + number, headers={"X-Long": "x" * 4_000})
+        pages = [page for page in await _pages(world) if page]
+        assert [len(page) for page in pages] == [5, 5, 5, 5]
+        assert [name for page in pages for name in _names(page)] == [f"t{number:02}" for number in range(20)]
+
+    in_world(scenario, limits__page_bytes_max=20_000)
+
+
+def test_the_bytes_of_a_page_are_also_those_of_schedules() -> None:
+    async def scenario(world: World) -> None:
+        excluded = tuple(str(date(2028, 1, 1) + timedelta(days=day)) for day in range(300))
+        schedule = Schedule(timezone="UTC", at="2027-06-01T09:00", repeat="daily", exclude=excluded)
+        for number in range(20):
+            spec = TimerSpec(namespace="default", timer_id=f"t{number:02}", schedule=schedule, callback_url=URL)
+            await world.service.create(spec)
+        pages = [page for page in await _pages(world) if page]
+        assert [len(page) for page in pages] == [5, 5, 5, 5]
+
+    in_world(scenario, limits__page_bytes_max=20_000)
+
+
+def test_the_errors_of_a_bulk_request_hold_no_frames() -> None:
+    """The frames refer to the results: a thousand such cycles took the garbage collector half a second."""
+
+    async def scenario(world: World) -> None:
+        never = Schedule(timezone="UTC", at="2027-06-01T09:00", repeat="rrule:FREQ=DAILY;BYMONTH=2;BYMONTHDAY=30")
+        specs = [
+            TimerSpec(namespace="default", timer_id="a", schedule=never, callback_url=URL),
+            TimerSpec(namespace="default", timer_id="b", delay_ms=10**15, callback_url=URL),
+            TimerSpec(namespace="none", timer_id="c", delay_ms=1, callback_url=URL),
+        ]
+        created = await world.service.create_many(specs)
+        deleted = await world.service.delete_many([TimerKey("default", "a"), TimerKey("none", "c")])
+        for error in (*created, *deleted):
+            assert isinstance(error, DuetimeError)
+            assert error.__traceback__ is None
+            assert error.__context__ is None
+
+    in_world(scenario)
+
+
+def test_a_list_without_payloads_has_none_in_any_state() -> None:
+    async def scenario(world: World) -> None:
+        await world.create("over", 100, payload='{"a":1}')
+        await asyncio.sleep(5)
+        never = hanging(world)
+        await world.create("sending", 100, payload='{"a":2}')
+        await world.create("waiting", HOUR_MS, payload='{"a":3}')
+        await asyncio.sleep(1)
+        found = {view.timer.timer_id: view for view in await _listed(world, payloads=False)}
+        assert {name: view.state for name, view in found.items()} == {
+            "over": State.DELIVERED,
+            "sending": State.IN_FLIGHT,
+            "waiting": State.SCHEDULED,
+        }
+        assert {view.timer.payload for view in found.values()} == {None}
+        assert {view.timer.payload for view in await _listed(world)} == {'{"a":1}', '{"a":2}', '{"a":3}'}
+        never.set()
+
+    in_world(scenario)
 
 
 def test_a_timer_of_another_instances_shard_is_listed_as_scheduled() -> None:

@@ -11,8 +11,10 @@ from engine_world import OK, URL, World
 from duetime.api.encode import encode_cluster_status
 from duetime.cluster.forwarding import CommandAnswer, Forward, Peer
 from duetime.delivery import Attempt
+from duetime.domain.flow_shares import FlowAllowance, FlowReport
+from duetime.domain.flow_status import FlowQuery, FlowStatus
 from duetime.domain.settle import AttemptResult, Contact
-from duetime.domain.status import ClusterStatus, InstanceStatus, MemberStatus
+from duetime.domain.status import BrokerStatus, ClusterStatus, InstanceStatus, MemberStatus
 from duetime.errors import Unserved
 from duetime.service.service import Service
 from duetime.store import Member
@@ -30,11 +32,17 @@ class Wires:
     async def forward(self, peer: Peer, forward: Forward) -> CommandAnswer:
         return await self.services[peer.address].forwarded.receive(forward)
 
+    async def flow_allowances(self, peer: Peer, reports: list[FlowReport]) -> list[FlowAllowance]:
+        raise Unserved("not part of these tests")
+
     async def status(self, peer: Peer) -> InstanceStatus:
         if peer.address in self.instead:
             return await self.instead[peer.address]()
         assert peer == self.services[peer.address].as_peer()
         return self.services[peer.address].instance_status()
+
+    async def flows(self, peer: Peer, query: FlowQuery) -> list[FlowStatus]:
+        return self.services[peer.address].flows.own(query)
 
     async def close(self) -> None: ...
 
@@ -173,6 +181,17 @@ def test_a_member_that_cannot_be_asked_is_shown_with_the_reason() -> None:
     in_cluster("abc", scenario)
 
 
+def test_each_member_reports_its_brokers() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        a, b = (cluster.worlds[name].service for name in "ab")
+        b.brokers = lambda: [BrokerStatus(name="nats", connected=False, away_reason="refused", consuming=False)]
+        assert own_words(await cluster.ask("a"), "b").brokers == (*b.brokers(),)
+        assert own_words(await cluster.ask("b"), "b").brokers == (*b.brokers(),)
+        assert own_words(await cluster.ask("b"), "a").brokers == (*a.brokers(),) == ()
+
+    in_cluster("ab", scenario)
+
+
 def test_members_are_asked_at_the_same_time_and_not_for_long() -> None:
     async def scenario(cluster: Cluster) -> None:
         for name in "bcd":
@@ -252,7 +271,7 @@ def test_the_answer_stays_small_however_many_shards_there_are() -> None:
         status = await world.service.cluster_status()
         assert status.shard_counts.free == 16_384 - 16
         assert status.unowned_shards == tuple(range(16, 116))
-        assert len(encode_cluster_status(status, with_destinations=True)) < 4_000
+        assert len(encode_cluster_status(status, with_held_for=True)) < 4_000
         detailed = await world.service.cluster_status(with_shards=True)
         assert [shard.shard_id for shard in detailed.shards or ()] == list(range(16_384))
 

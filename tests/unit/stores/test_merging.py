@@ -10,9 +10,19 @@ import pytest
 from msgspec.structs import replace
 
 from duetime.domain.timer import BEFORE_ALL, Extras, Outcome, Position, Reached, Timer, shard_of, uuid_of
-from duetime.store import Listing, ListQuery
-from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, Item, Scan, ScanResult, is_match, merge_scans
-from duetime.stores.rows import LARGEST, LAST_MS
+from duetime.store import Listing, ListQuery, Unreadable
+from duetime.stores.merging import (
+    LIST_PAGE_MAX,
+    LIST_ROWS_MAX,
+    NO_PAYLOADS,
+    Item,
+    Scan,
+    ScanResult,
+    is_match,
+    merge_scans,
+    within,
+)
+from duetime.stores.rows import LARGEST, LAST_MS, payload_chars, position_before
 
 SHARDS = 4
 
@@ -281,3 +291,144 @@ async def test_with_an_index_over_all_shards_one_scan_is_enough() -> None:
     assert listing.timers == timers[:10]
     assert listing.next == timers[9].position
     assert [(scan.shard_id, scan.count) for scan in scans] == [(SHARDS, 11)]
+
+
+# --- payloads ------------------------------------------------------------------------------------
+
+
+class Payloads(Database):
+    """Leaves out payloads that are longer than a scan allows. `changed` may change rows between two fetches."""
+
+    def __init__(self, rows: Sequence[Timer], **options: Any) -> None:
+        super().__init__(rows, **options)
+        self.held_max = 0  # characters that one fetch returned
+        self.changed: Any = lambda: None
+
+    async def fetch(self, scans: Sequence[Scan]) -> list[ScanResult]:
+        if self.calls:
+            self.changed()
+        results = [
+            ScanResult([(position, within(scan, item)) for position, item in result.items], result.ended)
+            for scan, result in zip(scans, await super().fetch(scans), strict=True)
+        ]
+        items = [item for result in results for _, item in result.items]
+        self.held_max = max(self.held_max, sum(payload_chars(item) for item in items if isinstance(item, Timer)))
+        return results
+
+    def remove(self, gone: Timer) -> None:
+        for rows in self.shards:
+            if gone in rows:
+                rows.remove(gone)
+
+
+def heavy(count: int, chars: int) -> list[Timer]:
+    return [timer(number, payload="x" * chars) for number in range(count)]
+
+
+@pytest.mark.parametrize("chars", [10, 1_024, 1_025, 3_000, 60_000])
+@pytest.mark.parametrize("limit", [3, 200])
+@pytest.mark.parametrize(("most", "late"), [(10_000, False), (2, True)])
+async def test_pages_with_payloads_of_any_length_are_complete(chars: int, limit: int, most: int, late: bool) -> None:
+    timers = heavy(100, chars)
+    database = Payloads(timers, most=most, late=late)
+    found: list[Timer] = []
+    after: Position | None = BEFORE_ALL
+    while after is not None:
+        page = await database.page(limit=limit, chars_max=100_000, after=after)
+        assert sum(map(payload_chars, page.timers[:-1])) <= 100_000
+        found += page.timers
+        after = page.next
+    assert found == timers
+    assert database.held_max <= 200_000 + 60_000 + 100 * 1_024
+
+
+async def test_what_is_read_before_it_is_merged_is_limited_whatever_the_number_of_shards() -> None:
+    timers = heavy(400, 50_000)
+    database = Payloads(timers, shards=64)
+    page = await database.page(limit=1_000, chars_max=100_000)
+    assert page.timers == timers[:3]
+    assert page.next == timers[2].position
+    assert database.held_max == 150_000, "the payloads of the page, and no others"
+    assert len(database.calls) == 2
+
+
+async def test_without_long_payloads_a_page_takes_one_round() -> None:
+    database = Payloads(heavy(100, 1_000))
+    assert len((await database.page(limit=100, chars_max=8 * 1024 * 1024)).timers) == 100
+    assert len(database.calls) == 1
+
+
+async def test_a_page_that_is_full_of_payloads_reads_no_further() -> None:
+    database = Payloads(heavy(400, 1_000), shards=2)
+    page = await database.page(limit=1_000, chars_max=9_999)
+    assert (len(page.timers), page.next) == (10, page.timers[-1].position)
+    assert len(database.calls) == 1
+
+
+async def test_a_timer_that_is_removed_before_its_payload_is_read_is_left_out() -> None:
+    timers = heavy(20, 60_000)
+    database = Payloads(timers)
+    database.changed = lambda: database.remove(timers[3])
+    page = await database.page(limit=10, chars_max=600_000)
+    assert page.timers == [*timers[:3], *timers[4:10]]
+    assert page.next == timers[9].position
+
+
+async def test_a_timer_that_is_replaced_before_its_payload_is_read_is_returned_as_it_is_then() -> None:
+    timers = heavy(20, 60_000)
+    new = replace(timers[3], payload="y" * 70_000, generation=2, attempts=1)
+    database = Payloads(timers)
+
+    def replace_it() -> None:
+        for rows in database.shards:
+            rows[:] = [new if row == timers[3] else row for row in rows]
+
+    database.changed = replace_it
+    page = await database.page(limit=10, chars_max=600_000)
+    assert page.timers == [*timers[:3], new, *timers[4:10]]
+
+
+async def test_timers_that_are_added_before_the_payloads_are_read_hide_none() -> None:
+    timers = heavy(20, 60_000)
+    added = [timer(n, timer_id=f"new-{n}", payload="z") for n in range(10)]
+    database = Payloads(timers, shards=1)
+    database.changed = lambda: database.shards.__setitem__(
+        0, sorted({row.position: row for row in (*database.shards[0], *added)}.values(), key=lambda row: row.position)
+    )
+    page = await database.page(limit=10, chars_max=600_000)
+    assert page.timers == timers[:10]
+    assert len(database.calls) > 2
+
+
+async def test_a_row_that_cannot_be_decoded_when_its_payload_is_read_is_counted() -> None:
+    timers = heavy(6, 60_000)
+    bad = Unreadable(timers[2].position, "ours", "t2", "spoilt")
+
+    class Spoilt(Payloads):
+        def _piece(self, scan: Scan, rows: Any) -> ScanResult:
+            result = super()._piece(scan, rows)
+            if len(self.calls) == 1:
+                return result
+            return replace(result, items=[(at, bad if at == bad.position else item) for at, item in result.items])
+
+    page = await Spoilt(timers).page(limit=10, chars_max=600_000)
+    assert page.timers == [*timers[:2], *timers[3:]]
+    assert (page.unreadable, page.next) == (1, None)
+
+
+async def test_without_payloads_none_are_read_and_their_length_limits_nothing() -> None:
+    timers = heavy(20, 50_000)
+    database = Payloads(timers)
+    page = await database.page(limit=100, chars_max=0, payloads=False)
+    assert page.timers == [replace(each, payload=None) for each in timers]
+    assert {scan.chars_max for scan in database.calls[0]} == {NO_PAYLOADS}
+    assert len(database.calls) == 1
+
+
+def test_the_position_before_another_is_the_last_smaller_one() -> None:
+    for position, before in (
+        (Position(5, 1, 1), Position(5, 1, 0)),
+        (Position(5, 1, -LARGEST - 1), Position(5, 0, LARGEST)),
+        (Position(5, -LARGEST - 1, -LARGEST - 1), Position(4, LARGEST, LARGEST)),
+    ):
+        assert position_before(position) == before < position

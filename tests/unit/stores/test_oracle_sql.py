@@ -36,6 +36,7 @@ STATEMENTS: dict[str, str] = {
     "get": oracle_statements.get_sql(oracle_statements.KEYS_AT_ONCE, 1),
     **{f"insert into {table}": sql for table, sql in INSERT.items()},
     **{f"scans {key}": sql for key, sql in oracle_listing.SCANS.items()},
+    "next namespace": oracle_listing.NEXT_NAMESPACE,
 }
 # A bind of such a name is ORA-01745.
 RESERVED = set(
@@ -81,6 +82,14 @@ def test_every_fence_checks_version_nonce_and_owner_of_a_row_that_it_changes() -
         assert sql.startswith("UPDATE shards SET ")
         assert {"shard_id", "version", "nonce"} <= _binds(sql)
         assert "shard_owner_id IS NOT NULL" in sql.partition(" WHERE ")[2]
+
+
+def test_the_next_namespace_is_searched_by_the_indexes_from_their_begin_too() -> None:
+    sql = oracle_listing.NEXT_NAMESPACE
+    for table in ("timers", "reached"):
+        assert f"FROM {table} WHERE timer_correlation_id = :correlation_id AND timer_namespace > " in sql
+    assert sql.count("NVL(:after, CHR(0))") == 2, "an empty text is NULL"
+    assert sql.count("ROWNUM <= 1") == 2
 
 
 def test_a_migration_is_statements_without_the_comments_between_them() -> None:

@@ -37,7 +37,12 @@ FULL = make_timer(
     callback_timeout_seconds=9,
     correlation_id="10",
     extras=Extras(
-        headers={"a": "11"}, tags=("t",), missed=Missed(skip_if_late_by_ms=12), occurrence=13, last_error="14"
+        headers={"a": "11"},
+        tags=("t",),
+        missed=Missed(skip_if_late_by_ms=12),
+        occurrence=13,
+        last_error="14",
+        flow_key="15",
     ),
 )
 DEFAULT_ROW_READER = make_timer("plain", 2_000)
@@ -60,7 +65,7 @@ def test_each_value_is_in_its_column() -> None:
         "timer_retry_policy": '{"maxRetries":8}',
         "timer_callback_timeout_seconds": 9,
         "timer_correlation_id": "10",
-        "timer_options": '{"h":{"a":"11"},"t":["t"],"m":{"skipIfLateByMs":12},"o":13,"e":"14"}',
+        "timer_options": '{"h":{"a":"11"},"t":["t"],"m":{"skipIfLateByMs":12},"o":13,"e":"14","k":"15"}',
     }
     assert TIMER_COLUMNS[:3] == KEY_COLUMNS == ("timer_execute_at", "timer_uuid_high", "timer_uuid_low")
 

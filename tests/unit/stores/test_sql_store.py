@@ -138,6 +138,7 @@ NAMESPACE = Namespace(name="n", num_shards=1, created_at_ms=0)
         ("load", ([PAGE_REQUEST],), READS, "read"),
         ("get_many", ([(1, TimerKey("n", "t"))],), READS, "read"),
         ("list_timers", (QUERY,), LISTS, "read"),
+        ("next_namespace", ("c", "n"), LISTS, "read"),
         ("purge_reached", ([FENCE], 7, 8), CHANGES, "write"),
         ("namespaces", (), READS, "read"),
         ("put_namespace", (NAMESPACE, None), CHANGES, "write"),

@@ -243,6 +243,24 @@ async def test_timer_schedules_shows_each_timer_once_as_text(tmp_path: Path) -> 
     assert plan.count("timers_by_correlation") == 2
 
 
+async def test_timer_schedules_shows_failed_and_skipped_timers_as_reached_and_no_cancelled_ones(tmp_path: Path) -> None:
+    path = tmp_path / "duetime.db"
+    store = await opened(path)
+    ended = [make_reached(make_timer(str(outcome.value)), outcome, reached_at_ms=5) for outcome in Outcome]
+    cancelled_later = [
+        make_reached(make_timer("twice", generation=generation), outcome, reached_at_ms=generation)
+        for generation, outcome in ((1, Outcome.DELIVERED), (2, Outcome.CANCELLED))
+    ]
+    await store.commit([Batch(await owned(store), (), (), [*ended, *cancelled_later])])
+    await store.close()
+    db = sqlite3.connect(path)
+    shown = dict(db.execute("SELECT service_call_id, state FROM timer_schedules").fetchall())
+    with pytest.raises(sqlite3.OperationalError, match="cannot modify timer_schedules because it is a view"):
+        db.execute("DELETE FROM timer_schedules")
+    db.close()
+    assert shown == {"delivered": "Reached", "failed": "Reached", "skipped": "Reached"}
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no such modes")
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 async def test_only_the_owner_can_read_the_files_whatever_the_umask(tmp_path: Path, umask: int) -> None:

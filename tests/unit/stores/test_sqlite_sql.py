@@ -15,6 +15,8 @@ from duetime.domain.timer import BEFORE_ALL, Extras, Outcome, Position, Reached,
 from duetime.errors import StoreUnavailable
 from duetime.store import Batch, Claim, Fence, Found, ListQuery, PageRequest, ShardRow
 from duetime.stores.rows import LARGEST
+from duetime.stores.sqlite import listing as sqlite_listing
+from duetime.stores.sqlite import rows as sqlite_rows
 from duetime.stores.sqlite import statements as sqlite_statements
 from duetime.stores.sqlite import store as sqlite
 from duetime.stores.sqlite.store import SqliteStore
@@ -151,8 +153,8 @@ async def fill(store: SqliteStore, timers: list[Timer], shards: int = 1) -> None
 async def test_a_list_reads_a_limited_number_of_rows_and_returns_where_to_continue(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_statements, "LIST_ROWS_MAX", 50)
-    monkeypatch.setattr(sqlite_statements, "LIST_PAGE_MAX", 8)
+    monkeypatch.setattr(sqlite_listing, "LIST_ROWS_MAX", 50)
+    monkeypatch.setattr(sqlite_listing, "LIST_PAGE_MAX", 8)
     ours = make_timer("ours", execute_at_ms=9_000)
     await fill(store, [*small(200, namespace="theirs"), ours], shards=2)
     query = ListQuery(namespace="test", num_shards=2, limit=3)
@@ -170,8 +172,8 @@ async def test_a_list_reads_a_limited_number_of_rows_and_returns_where_to_contin
 async def test_the_limit_of_a_list_counts_the_rows_that_were_read(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch, rows_max: int, statements: int
 ) -> None:
-    monkeypatch.setattr(sqlite_statements, "LIST_ROWS_MAX", rows_max)
-    monkeypatch.setattr(sqlite_statements, "LIST_PAGE_MAX", 8)
+    monkeypatch.setattr(sqlite_listing, "LIST_ROWS_MAX", rows_max)
+    monkeypatch.setattr(sqlite_listing, "LIST_PAGE_MAX", 8)
     await fill(store, small(100, namespace="theirs"))
     pages = Pages(store)
     await store.list_timers(ListQuery(namespace="test", num_shards=1, limit=3))
@@ -181,7 +183,7 @@ async def test_the_limit_of_a_list_counts_the_rows_that_were_read(
 async def test_the_first_rows_of_every_shard_are_read_whatever_the_limit(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_statements, "LIST_ROWS_MAX", 1)
+    monkeypatch.setattr(sqlite_listing, "LIST_ROWS_MAX", 1)
     await fill(store, small(30), shards=3)
     found, _ = await walked(store, ListQuery(namespace="test", num_shards=3, limit=2))
     assert found == small(30)
@@ -205,7 +207,7 @@ async def test_a_list_of_exactly_the_limit_with_no_more_rows_is_the_end(store: S
 async def test_the_due_range_of_scheduled_timers_limits_the_rows_that_are_read(
     store: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_statements, "LIST_ROWS_MAX", 20)
+    monkeypatch.setattr(sqlite_listing, "LIST_ROWS_MAX", 20)
     await fill(store, small(200))
     pages = Pages(store)
     query = ListQuery(namespace="test", num_shards=1, limit=15, due_from_ms=1_100, due_until_ms=1_110)
@@ -286,3 +288,26 @@ async def test_of_reached_rows_of_one_time_the_one_with_the_highest_position_is_
     await store.commit([Batch(fence, reached=more)])
     highest = max(more, key=lambda reached: reached.position)
     assert await store.get_many([(0, TimerKey("test", "a"))]) == [Found(None, highest)]
+
+
+async def test_a_get_of_many_long_payloads_holds_few_of_them_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(str(tmp_path / "duetime.db"))
+    await store.migrate()
+    await store.open()
+    timers = [make_timer(f"t-{n}", payload=f'"{"x" * 200_000}"') for n in range(60)]
+    ends = [make_reached(timer) for timer in timers]
+    await store.commit([Batch(await owned(store), timers, (), ends)])
+    lengths: list[int] = []
+    decode = sqlite_rows.decode_rows
+
+    def measured(text: str) -> list[list[Any]]:
+        lengths.append(len(text))
+        return decode(text)
+
+    monkeypatch.setattr(sqlite_statements, "decode_rows", measured)
+    found = await store.get_many([(0, timer.key) for timer in timers])
+    await store.close()
+    assert found == [Found(timer, end) for timer, end in zip(timers, ends, strict=True)]
+    assert max(lengths) < 300_000, "together they are 24 MB"

@@ -25,6 +25,7 @@ BATCHES: dict[str, str] = {
     },
     "GET": sqlserver_statements.get_sql(1),
     **{f"list {key}": sql for key, sql in sqlserver_listing.LIST.items()},
+    "next namespace": sqlserver_listing.NEXT_NAMESPACE,
 }
 WRITES = ("COMMIT", "CLAIM", "RELEASE", "ENSURE_SHARDS", "PURGE", "JOIN", "HEARTBEAT", "MARK_DEAD", "FORGET",
           "NEW_NAMESPACE", "PUT_NAMESPACE")  # fmt: skip
@@ -76,6 +77,14 @@ def test_a_batch_stays_under_the_locks_at_which_a_table_would_be_locked_as_a_who
     indexes_of_a_row = 1 + len(re.findall(r"CREATE (?:UNIQUE )?INDEX \w+ ON timers", text))
     assert SqlServerStore.capabilities.batch_max * indexes_of_a_row < 5_000
     assert "LOCK_ESCALATION = DISABLE" in text
+
+
+def test_a_read_by_correlation_id_can_use_the_index_of_timers_that_have_one() -> None:
+    """Without IS NOT NULL the hint is an error: a filtered index does not have all rows."""
+    batches = [sql for name, sql in BATCHES.items() if "timers_by_correlation" in sql]
+    assert len(batches) == 3
+    for sql in batches:
+        assert "t.timer_correlation_id IS NOT NULL AND t.timer_correlation_id = CAST(@correlation_id AS " in sql
 
 
 def test_a_timer_is_unique_among_timers_only() -> None:

@@ -158,6 +158,7 @@ READS: dict[str, tuple[Any, ...]] = {
     "load": ([PageRequest(0, BEFORE_ALL, 5, 5)],),
     "get_many": ([(0, TimerKey("test", "a"))],),
     "list_timers": (ListQuery(namespace="test", num_shards=2),),
+    "next_namespace": ("c", ""),
     "namespaces": (),
 }
 WRITES: dict[str, tuple[Any, ...]] = {
@@ -299,7 +300,7 @@ async def test_a_get_reports_an_unreadable_timer_and_reads_older_reached_rows(
 @both
 async def test_a_list_counts_unreadable_rows(monkeypatch: pytest.MonkeyPatch, dialect: Dialect) -> None:
     timers = [full_timer(f"t-{number}", 100 + number) for number in range(3)]
-    rows = [(*row, 0) for row in rows_of(dialect, timers, 1)]
+    rows = [(*row, 20, 0) for row in rows_of(dialect, timers, 1)]
     run = answering(monkeypatch, dialect, lambda sql: rows if dialect is ORACLE else [rows])
     query = ListQuery(namespace="test", num_shards=1, limit=50)
     listing = await dialect[1].list_timers(run, query)
@@ -313,3 +314,26 @@ async def test_an_unreadable_namespace_is_left_out(monkeypatch: pytest.MonkeyPat
     rows = [("a", '{"name":"a","numShards":1,"createdAtMs":1}'), ("b", '{"name":5}')]
     run = answering(monkeypatch, dialect, lambda sql: rows if dialect is ORACLE else [rows])
     assert await dialect[0].namespaces(run) == [Namespace(name="a", num_shards=1, created_at_ms=1)]
+
+
+@both
+async def test_a_page_ends_after_the_timer_with_which_it_exceeds_chars_max(
+    monkeypatch: pytest.MonkeyPatch, dialect: Dialect
+) -> None:
+    timers = [make_timer(f"t-{number}", 100 + number, payload="x" * 100) for number in range(4)]
+    rows = [tuple(dialect[2](0, timer)[1:]) for timer in timers]
+    run = answering(monkeypatch, dialect, lambda sql: list(rows))
+    for chars_max, count in ((0, 1), (99, 1), (100, 2), (250, 3), (399, 4), (1 << 62, 4)):
+        [page] = await dialect[0].load(run, [PageRequest(0, BEFORE_ALL, 500, 4, chars_max)])
+        assert list(page.timers) == timers[:count]
+        assert page.next == (None if count == 4 else timers[count - 1].position)
+
+
+@both
+async def test_a_list_reads_again_what_the_server_left_out(monkeypatch: pytest.MonkeyPatch, dialect: Dialect) -> None:
+    timers = [make_timer(f"t-{number}", 100 + number, payload="x" * 5_000) for number in range(3)]
+    whole = [tuple(dialect[2](0, timer)[1:]) for timer in timers]
+    answers = [[(*spoilt(row, "timer_payload", None), 5_000, 0) for row in whole], [(*row, 5_000, 0) for row in whole]]
+    run = answering(monkeypatch, dialect, lambda sql: answers.pop(0) if dialect is ORACLE else [answers.pop(0)])
+    listing = await dialect[1].list_timers(run, ListQuery(namespace="test", num_shards=1, limit=50, chars_max=12_000))
+    assert (listing.timers, listing.next, answers) == (timers, None, [])

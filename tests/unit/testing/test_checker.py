@@ -112,11 +112,16 @@ def request(
     *,
     keeps_due: bool = False,
     skip_late_ms: int = 0,
+    ignores_reached: bool = False,
 ) -> ClientRequest:
-    return ClientRequest("t", kind, sent_at_ms, sent_at_ms + 10, result, value, due_ms, keeps_due, skip_late_ms)
+    return ClientRequest(
+        "t", kind, sent_at_ms, sent_at_ms + 10, result, value, due_ms, keeps_due, skip_late_ms, ignores_reached
+    )
 
 
 LATER = request(Kind.PUT, 0, value="v", due_ms=5_000)
+LATER_AGAIN = request(Kind.PUT, 500, value="x", due_ms=5_000)
+IGNORES = request(Kind.PUT, 1_000, value="w", due_ms=5_000, ignores_reached=True)
 SOON = request(Kind.PUT, 0, Result.INFO, value="u", due_ms=100)
 KEPT = request(Kind.PUT, 1_000, value="w", keeps_due=True)
 
@@ -143,7 +148,29 @@ KEPT = request(Kind.PUT, 1_000, value="w", keeps_due=True)
         # ifAbsent: a put was applied if the server answers that its value exists.
         ([request(Kind.PUT, 0, Result.INFO, "v", 9), request(Kind.ENSURE, 20, value="v")], [], ["A"]),
         ([request(Kind.PUT, 0, Result.INFO, "v", 9)], [], []),
+        # The same value is sent again after it was reported to exist: it may have been replaced before.
+        (
+            [
+                request(Kind.PUT, 0, Result.INFO, "v", 99),
+                request(Kind.ENSURE, 20, value="v"),
+                request(Kind.PUT, 40, Result.INFO, "w"),
+                request(Kind.PUT, 60, Result.INFO, "v", 99),
+            ],
+            [fired("w", 55)],
+            [],
+        ),
         ([request(Kind.ENSURE, 20, value="v")], [], ["D"]),
+        # ifReached=ignore: what is answered to be over does not fire any more, nor does what was ignored.
+        ([LATER, request(Kind.OVER, 6_000, value="w")], [fired("v", 5_000)], []),
+        ([LATER, request(Kind.OVER, 4_000, value="w")], [fired("v", 5_000)], ["C"]),
+        ([LATER, request(Kind.OVER, 6_000, value="w")], [fired("v", 5_000), fired("w", 6_100)], ["D", "R"]),
+        ([LATER, request(Kind.OVER, 4_000, value="w"), request(Kind.REPLAY, 4_500)], [fired("v", 5_000)], []),
+        ([LATER, request(Kind.DELETE, 100), IGNORES], [fired("w", 5_000)], ["I"]),
+        ([LATER, request(Kind.OVER, 100, value="u"), IGNORES], [fired("w", 5_000)], ["I"]),
+        ([LATER, request(Kind.DELETE, 100), LATER_AGAIN, IGNORES], [fired("w", 5_000)], []),
+        ([LATER, IGNORES], [fired("w", 5_000)], []),
+        # Cancelled before it was created: a later command may create it.
+        ([request(Kind.DELETE, 100), IGNORES], [fired("w", 5_000)], []),
         # Two requests at the same time: either may be the last.
         ([LATER, request(Kind.PUT, 5, value="w", due_ms=100)], [fired("v", 5_000)], []),
         ([LATER, request(Kind.PUT, 5, value="w", due_ms=100)], [], ["A"]),
@@ -178,6 +205,21 @@ def test_a_missed_fire_policy_allows_only_timers_without_an_attempt_in_time_not_
         assert [
             violation.invariant for violation in find_violations([SKIPS, *last], calls, all_accepted=True)
         ] == broken
+
+
+def test_a_further_call_that_the_receiver_asked_for_may_be_skipped_too() -> None:
+    update = request(Kind.PUT, 2_000, value="w", keeps_due=True, skip_late_ms=500)
+    asked = fired("v", 1_100, recorded_at_ms=1_200)
+    assert find_violations([SKIPS, update], [asked], faults=[], all_accepted=True) == []
+
+
+def test_a_replay_may_find_an_older_timer_only_where_rows_are_purged_soon() -> None:
+    requests = [LATER, request(Kind.PUT, 5_500, value="w", due_ms=6_000), request(Kind.REPLAY, 9_000)]
+    calls = [fired("v", 5_000), fired("w", 6_000, "e"), fired("v", 9_100, "f")]
+    assert [each.invariant for each in find_violations(requests, calls, faults=[], all_accepted=True)] == ["C"]
+    requests = [replace(each, timer="n/t") for each in requests]
+    calls = [replace(each, timer="n/t") for each in calls]
+    assert find_violations(requests, calls, faults=[], all_accepted=True) == []
 
 
 def test_a_fault_of_one_delivery_allows_no_repetition_of_another() -> None:

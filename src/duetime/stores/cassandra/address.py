@@ -38,6 +38,9 @@ class Address(Struct, frozen=True):
     sslkey: str | None = None
     sslpassword: str | None = None
 
+    def __repr__(self) -> str:
+        return f"Address({self.label})"
+
 
 def address_of(url: str) -> Address:
     """cassandra://user:password@host1,host2:9042/keyspace?option=value."""

@@ -2,6 +2,7 @@
 
 All are quorum reads: they see every acknowledged write (writes.py explains why that is enough after a claim).
 Large answers are read in pieces, because a row may have a payload of a megabyte and the server does not count bytes.
+How many rows a piece has is decided by the length of the payloads that were last read from the shard.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from duetime.stores.cassandra.statements import (
     lower_bounds_of,
     position_in,
     shard_row,
+    with_no_payload,
 )
 from duetime.stores.fencing import each_shard_separately
-from duetime.stores.merging import Scan, ScanResult, match_row, merge_scans
-from duetime.stores.rows import REACHED_ROWS_MAX, Row, found_of, page_of, position_of
+from duetime.stores.merging import NO_PAYLOADS, Item, Scan, ScanResult, match_row, merge_scans, within
+from duetime.stores.rows import REACHED_ROWS_MAX, Row, found_of, page_of, position_of, rows_of_page
 
 __all__ = ["Reader"]
 
@@ -39,7 +41,9 @@ I = TypeVar("I")  # noqa: E741
 PARALLEL_READS = 16
 SHARDS_PER_READ = 100
 KEYS_PER_READ = 100
-ROWS_PER_READ = 250  # at first; more if the rows are small
+ROWS_PER_READ = 250  # of a page at first; more if the rows are small
+ROWS_OF_UNKNOWN_LENGTH = 8  # in the first read of a shard
+SCAN_CHARS_PER_READ = 1024 * 1024  # of payloads that a list reads at a time from a shard
 LOAD_CHARS_MAX = 32 * 1024 * 1024  # of payloads in one page; a longer page is cut
 READS_PER_PAGE = 8
 _PAYLOAD = 10
@@ -52,6 +56,7 @@ class Reader:
         self._statements = statements
         self._limit = asyncio.Semaphore(PARALLEL_READS)
         self._ranges = RangeReader(self._read)
+        self._row_chars: dict[int, int] = {}  # by shard: the mean of the payloads in the last read
 
     async def _read(self, statement: Any, *values: Any) -> list[Row]:
         async with self._limit:
@@ -81,14 +86,19 @@ class Reader:
     async def _load(self, request: PageRequest) -> Page:
         """Other pages wait for this one, so it reads only a limited number of ranges with many tombstones."""
         found: list[Row] = []
-        after, chars = request.after, 0
-        count = min(request.limit, ROWS_PER_READ)
+        after, chars_left = request.after, min(request.chars_max, LOAD_CHARS_MAX)
+        rows_max = ROWS_PER_READ
         while True:
+            count = min(request.limit - len(found), rows_max, self._rows_of(request.shard_id, chars_left))
             rows, passed = await self._ranges.between(
                 self._statements.load, request.shard_id, after, request.until_ms, count, READS_PER_PAGE
             )
-            found += rows
-            chars += sum(len(row[_PAYLOAD] or "") for row in rows)
+            self._learn_length(request.shard_id, rows)
+            lengths = [_payload_chars(row) for row in rows]
+            found += rows[: rows_of_page(lengths, chars_left)]
+            chars_left -= sum(lengths)
+            if chars_left < 0:
+                return page_of(found, position_of(found[-1]))
             if passed is not None:
                 if passed == after:
                     continue  # nothing was read yet, but the range is narrower now
@@ -96,10 +106,18 @@ class Reader:
             if len(rows) < count:
                 return page_of(found, None)
             after = position_of(found[-1])
-            if len(found) >= request.limit or chars >= LOAD_CHARS_MAX:
+            if len(found) >= request.limit:
                 return page_of(found, after)
-            fitting = max(ROWS_PER_READ, LOAD_CHARS_MAX // (chars // len(found) + 1))
-            count = min(request.limit - len(found), fitting)
+            rows_max = request.limit
+
+    def _rows_of(self, shard_id: int, chars: int) -> int:
+        """How many rows of the shard have about so many characters."""
+        row_chars = self._row_chars.get(shard_id)
+        return ROWS_OF_UNKNOWN_LENGTH if row_chars is None else max(1, chars // (row_chars + 1))
+
+    def _learn_length(self, shard_id: int, rows: Sequence[Row]) -> None:
+        if rows:
+            self._row_chars[shard_id] = sum(map(_payload_chars, rows)) // len(rows)
 
     # -- timers by id
 
@@ -198,9 +216,26 @@ class Reader:
         ended = bool(query.outcomes)
         bound_from_ms = lower_bounds.reached_from_ms if ended else lower_bounds.timers_from_ms
         after = scan.after if bound_from_ms is None else max(scan.after, end_of(bound_from_ms - 1))
+        if scan.chars_max == NO_PAYLOADS:
+            statement = self._statements.list_reached_bare if ended else self._statements.list_timers_bare
+            rows, _ = await self._ranges.between(statement, scan.shard_id, after, scan.until_ms, scan.count)
+            items: list[Item] = [(position_of(row), match_row(query, with_no_payload(row))) for row in rows]
+            return ScanResult(items, len(rows) < scan.count)
         statement = self._statements.list_reached if ended else self._statements.load
-        rows, _ = await self._ranges.between(statement, scan.shard_id, after, scan.until_ms, scan.count)
-        return ScanResult([(position_of(row), match_row(query, row)) for row in rows], len(rows) < scan.count)
+        items = []
+        while len(items) < scan.count:  # long payloads are left out after each read
+            count = min(scan.count - len(items), self._rows_of(scan.shard_id, SCAN_CHARS_PER_READ))
+            rows, _ = await self._ranges.between(statement, scan.shard_id, after, scan.until_ms, count)
+            self._learn_length(scan.shard_id, rows)
+            items += ((position_of(row), within(scan, match_row(query, row))) for row in rows)
+            if len(rows) < count:
+                return ScanResult(items, True)
+            after = items[-1][0]
+        return ScanResult(items, False)
+
+
+def _payload_chars(row: Row) -> int:
+    return len(row[_PAYLOAD] or "")
 
 
 def _by_id(row: ShardRow) -> int:

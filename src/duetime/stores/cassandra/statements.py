@@ -30,6 +30,7 @@ __all__ = [
     "shard_key",
     "shard_row",
     "texts",
+    "with_no_payload",
     "without_nulls",
 ]
 
@@ -106,6 +107,8 @@ class Statements(NamedTuple):
     # reads
     load: Any
     list_reached: Any
+    list_timers_bare: Any
+    list_reached_bare: Any
     newest: Any
     rows: Any
     # members and namespaces
@@ -160,6 +163,8 @@ def texts(keyspace: str) -> dict[str, str]:
             LIMIT ?""",
         "load": f"""SELECT {_selected(TIMER_COLUMNS)} {of_shard} = {TIMER} AND {_BETWEEN}""",
         "list_reached": f"""SELECT {_selected(REACHED_COLUMNS)} {of_shard} = {REACHED} AND {_BETWEEN}""",
+        "list_timers_bare": f"""SELECT {_without_payload(TIMER_COLUMNS)} {of_shard} = {TIMER} AND {_BETWEEN}""",
+        "list_reached_bare": f"""SELECT {_without_payload(REACHED_COLUMNS)} {of_shard} = {REACHED} AND {_BETWEEN}""",
         "newest": f"""SELECT timer_uuid_high, timer_uuid_low, row_order {of_shard} = {REACHED_OF_ID}
             AND timer_execute_at = 0 AND (timer_uuid_high, timer_uuid_low) IN ? {_BACKWARDS} LIMIT ?""",
         "rows": f"""SELECT {_selected(REACHED_COLUMNS)}, row_type FROM {timers}
@@ -184,6 +189,16 @@ def _ms(column: str) -> str:
 
 def _selected(columns: tuple[str, ...]) -> str:
     return ", ".join(_ms(name) if name in TIMES else name for name in columns)
+
+
+def _without_payload(columns: tuple[str, ...]) -> str:
+    return _selected(tuple(name for name in columns if name != "timer_payload"))
+
+
+def with_no_payload(row: Row) -> Row:
+    """Adds the missing column to a row that was read without payload."""
+    place = TIMER_COLUMNS.index("timer_payload")
+    return (*row[:place], None, *row[place:])
 
 
 def _marks(columns: tuple[str, ...]) -> str:

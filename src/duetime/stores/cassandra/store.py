@@ -189,6 +189,11 @@ class CassandraStore:
     async def list_timers(self, query: ListQuery) -> Listing:
         return await self._open.lister.list_timers(query)
 
+    async def next_namespace(self, correlation_id: str, after: str) -> str | None:
+        """There is no index: any namespace may have such a timer."""
+        names = (namespace.name for namespace in await self.namespaces() if not namespace.deleted)
+        return min((name for name in names if name > after), default=None)
+
     @writing
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | StoreError]:
         return await self._open.run_to_end(self._open.writer.purge(fences, before_ms, limit))

@@ -31,6 +31,9 @@ class Address(Struct, frozen=True):
     ca_file: str | None = None
     units: tuple[int, int] | None = None  # read, write; None: on demand
 
+    def __repr__(self) -> str:
+        return f"Address({self.label})"
+
     @property
     def timers(self) -> str:
         return f"{self.prefix}-timers"
@@ -56,8 +59,9 @@ def address_of(url: str) -> Address:
         raise wrong_url("has a '/' in its secret: write it as %2F")
     credentials, _, region = parts.netloc.rpartition("@")
     if region and not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", region):
+        shown = "credentials" if ":" in region else repr(region)
         raise wrong_url(
-            f"has {region!r} in place of a region: dynamodb://eu-central-1/PREFIX;"
+            f"has {shown} in place of a region: dynamodb://eu-central-1/PREFIX;"
             " set the address of an emulator or of a VPC endpoint with ?endpoint=http://host:port"
         )
     prefix = parts.path.strip("/")

@@ -14,13 +14,14 @@ from msgspec import Struct
 
 from duetime.domain.timer import Position, TimerKey
 from duetime.errors import StoreError
-from duetime.store import Found, Listing, ListQuery, Page, PageRequest
+from duetime.store import NO_CHARS_MAX, Found, Listing, ListQuery, Page, PageRequest
 from duetime.stores.dynamodb import rows as items
 from duetime.stores.dynamodb.connection import Run
 from duetime.stores.dynamodb.rows import Item, number, text
 from duetime.stores.fencing import each_shard_separately
-from duetime.stores.merging import Scan, ScanResult, match_row, merge_scans
-from duetime.stores.rows import StoredRows, bound_ms, found_by_key, page_of
+from duetime.stores.merging import NO_PAYLOADS, Scan, ScanResult, match_row, merge_scans, within
+from duetime.stores.merging import Item as ListItem
+from duetime.stores.rows import StoredRows, bound_ms, found_by_key, page_of, rows_of_page
 
 __all__ = ["Tables", "all_of", "get_many", "list_timers", "load", "rows_by_position"]
 
@@ -58,10 +59,20 @@ async def all_of(run: Run, tables: Tables, kind: str) -> list[Item]:
 
 
 async def rows_by_position(
-    run: Run, tables: Tables, shard_id: int, first: bytes, last: bytes, limit: int, answers_max: int, **more: Any
+    run: Run,
+    tables: Tables,
+    shard_id: int,
+    first: bytes,
+    last: bytes,
+    limit: int,
+    answers_max: int,
+    chars_max: int,
+    **more: Any,
 ) -> tuple[list[Item], bool]:
-    """Rows in the order of positions, and whether the range ends with them."""
+    """Rows in the order of positions, and whether the range ends with them. It may be left before its end after
+    `answers_max` answers, and when payloads exceed `chars_max`."""
     found: list[Item] = []
+    chars = 0
     if first > last:
         return found, True
     answers = 0
@@ -78,9 +89,10 @@ async def rows_by_position(
         )
         found += answer["Items"]
         answers += 1
+        chars += sum(map(items.payload_length, answer["Items"]))
         if "LastEvaluatedKey" not in answer:
             return found, True
-        if len(found) >= limit or (found and answers >= answers_max):
+        if len(found) >= limit or (found and (answers >= answers_max or chars > chars_max)):
             return found, False
         more["ExclusiveStartKey"] = answer["LastEvaluatedKey"]
 
@@ -95,10 +107,13 @@ async def load(run: Run, tables: Tables, requests: Sequence[PageRequest]) -> lis
 async def _load(run: Run, tables: Tables, request: PageRequest, answers_max: int) -> Page:
     first = items.after(items.TIMER, _bound(request.after))
     last = items.up_to(items.TIMER, bound_ms(request.until_ms))
-    found, ended = await rows_by_position(run, tables, request.shard_id, first, last, request.limit + 1, answers_max)
-    if ended and len(found) <= request.limit:
+    found, ended = await rows_by_position(
+        run, tables, request.shard_id, first, last, request.limit + 1, answers_max, request.chars_max
+    )
+    count = rows_of_page(map(items.payload_length, found[: request.limit]), request.chars_max)
+    if ended and len(found) == count:
         return page_of(found, None, items.ROW_READER)
-    del found[request.limit :]
+    del found[count:]
     return page_of(found, items.position_of(found[-1]), items.ROW_READER)
 
 
@@ -151,11 +166,29 @@ async def list_timers(run: Run, tables: Tables, query: ListQuery) -> Listing:
     row_type = items.REACHED if query.outcomes else items.TIMER
 
     async def scanned(scan: Scan) -> ScanResult:
-        first, last = items.after(row_type, _bound(scan.after)), items.up_to(row_type, bound_ms(scan.until_ms))
-        found, ended = await rows_by_position(run, tables, scan.shard_id, first, last, scan.count, _ANSWERS_MAX)
-        return ScanResult(
-            [(items.position_of(item), match_row(query, item, items.ROW_READER)) for item in found], ended
-        )
+        """Long payloads are left out after each answer."""
+        after, last = scan.after, items.up_to(row_type, bound_ms(scan.until_ms))
+        more = items.WITHOUT_PAYLOAD if scan.chars_max == NO_PAYLOADS else {}
+        found: list[ListItem] = []
+        for _ in range(_ANSWERS_MAX):
+            some, ended = await rows_by_position(
+                run,
+                tables,
+                scan.shard_id,
+                items.after(row_type, _bound(after)),
+                last,
+                scan.count - len(found),
+                1,
+                NO_CHARS_MAX,
+                **more,
+            )
+            found += (
+                (items.position_of(item), within(scan, match_row(query, item, items.ROW_READER))) for item in some
+            )
+            if ended or len(found) >= scan.count:
+                break
+            after = found[-1][0]
+        return ScanResult(found, ended)
 
     async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
         return list(await asyncio.gather(*(scanned(scan) for scan in scans)))

@@ -34,6 +34,7 @@ __all__ = [
     "SHARD",
     "TIMER",
     "TIMERS_KEY",
+    "WITHOUT_PAYLOAD",
     "Item",
     "after",
     "before",
@@ -44,6 +45,7 @@ __all__ = [
     "member_item",
     "member_of",
     "number",
+    "payload_length",
     "position_of",
     "reached_item",
     "reached_of_item",
@@ -77,6 +79,8 @@ _position = Packing(">BQQQ")
 _end = Packing(">BQQQQQ")
 _IS_TIMER: Final = b"\xff"  # sorts after all reached rows, so that a query in reverse order finds it first
 _PAYLOAD: Final = 10  # among the columns of a row
+# For a query that needs no payloads. The service reads them, but does not send them.
+WITHOUT_PAYLOAD: Final = {"ProjectionExpression": "shard_id, row_key, row_at, timer_row"}
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[Any]).decode
@@ -181,6 +185,10 @@ def timer_of_item(item: Item) -> Timer:
 
 def reached_of_item(item: Item) -> Reached:
     return reached_of(_row(item))
+
+
+def payload_length(item: Item) -> int:
+    return len(item["timer_payload"]["S"]) if "timer_payload" in item else 0
 
 
 def _row(item: Item) -> list[Any]:

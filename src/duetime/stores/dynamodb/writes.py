@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 from duetime.domain.timer import BEFORE_ALL, Namespace, Position, Timer
 from duetime.errors import MemberDead, OutcomeUnknown, ShardLost, StoreError, StoreUnavailable
 from duetime.store import (
+    NO_CHARS_MAX,
     Batch,
     Claim,
     Committed,
@@ -328,7 +329,9 @@ async def _purge(read: Run, write: Run, tables: Tables, fence: Fence, before_ms:
         while removed < limit:
             count = min(limit - removed, ACTIONS_MAX - 1)
             keys = {"ProjectionExpression": "shard_id, row_key"}
-            found, ended = await rows_by_position(read, tables, fence.shard_id, first, last, count, 1, **keys)
+            found, ended = await rows_by_position(
+                read, tables, fence.shard_id, first, last, count, 1, NO_CHARS_MAX, **keys
+            )
             if not found:
                 break
             deletes = [{"Delete": {"TableName": tables.timers, "Key": dict(item)}} for item in found]

@@ -50,6 +50,9 @@ class Address(Struct, frozen=True):
     label: str
     options: frozenset[str] = frozenset()  # names of the given options, in lower case
 
+    def __repr__(self) -> str:
+        return f"Address({self.label})"
+
 
 def address_of(url: str) -> Address:
     """mongodb://user:password@host:port,host:port/database?option=value, or mongodb+srv://…, in the driver's format."""

@@ -72,7 +72,8 @@ def connect(address: Address, connections: int, within_seconds: float = CONNECT_
 async def close(client: Client) -> None:
     """Close all connections of a client. The driver first ends its sessions on the server. That has a time limit here,
     because a `close` that is cancelled in the middle would leave connections open."""
-    with contextlib.suppress(errors.PyMongoError), pymongo.timeout(CLOSE_SECONDS):
+    # RuntimeError: after a login that was cancelled, asyncio may refuse the connection that the driver opens for that.
+    with contextlib.suppress(errors.PyMongoError, RuntimeError), pymongo.timeout(CLOSE_SECONDS):
         await client.close()
     for listener in client.options.event_listeners:
         if isinstance(listener, _Connections):
@@ -167,6 +168,8 @@ _SNAPSHOT: Final = ReadConcern("snapshot")
 _PAUSE_FIRST_SECONDS = 0.002
 _PAUSE_MAX_SECONDS = 0.1
 _INTERRUPTED = 11601  # the session was killed: the claim of a shard kills the sessions of its former owner
+# The server has aborted the transaction, because its cache was full of changes, of this and of other transactions.
+_CACHE_FULL = 388
 
 
 class SessionPool:
@@ -271,7 +274,7 @@ class SessionPool:
                 await session.driver_session.commit_transaction()
                 return True
             except errors.PyMongoError as error:
-                if has_label(error, "TransientTransactionError"):
+                if has_label(error, "TransientTransactionError") or code_of(error) == _CACHE_FULL:
                     if _now() > expires_at:
                         raise store_error(error, writing=False) from error
                     return False
@@ -287,7 +290,7 @@ async def begin(session: Session) -> None:
 
 
 def _may_run_again(error: BaseException) -> bool:
-    return has_label(error, "TransientTransactionError") or code_of(error) == _INTERRUPTED
+    return has_label(error, "TransientTransactionError") or code_of(error) in (_INTERRUPTED, _CACHE_FULL)
 
 
 def _now() -> float:

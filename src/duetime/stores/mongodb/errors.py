@@ -63,6 +63,7 @@ _MESSAGES: Final[dict[int, str]] = {
     91: "the database is shutting down",
     112: "write conflict with another transaction",
     189: "the primary stepped down",
+    388: "the transaction is too large for what is free in the server's cache (cacheSizeGB)",
     10107: "the server is not primary",
     11600: "the database is shutting down",
     11602: "the primary changed",

@@ -8,9 +8,8 @@ from typing import Any
 
 from bson.datetime_ms import DatetimeMS
 
-from duetime.domain.timer import Reached, Timer
-from duetime.store import Listing, ListQuery, Unreadable
-from duetime.stores.merging import Item, Scan, ScanResult, match_row, merge_scans
+from duetime.store import Listing, ListQuery
+from duetime.stores.merging import Item, Match, Scan, ScanResult, match_row, merge_scans
 from duetime.stores.mongodb.connection import Session
 from duetime.stores.mongodb.rows import (
     BY_CORRELATION,
@@ -24,17 +23,27 @@ from duetime.stores.mongodb.rows import (
 from duetime.stores.mongodb.statements import Run, between, gather_all
 from duetime.stores.rows import as_json, bound_ms
 
-__all__ = ["list_timers"]
+__all__ = ["list_timers", "next_namespace"]
 
 
 async def list_timers(run: Run, query: ListQuery) -> Listing:
     """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
-    projection = _projection(query)
 
     async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
+        projection = _projection(query, scans[0].chars_max)
         return await gather_all([run(partial(_fetch, query=query, scan=scan, projection=projection)) for scan in scans])
 
     return await merge_scans(query, fetch, in_order=query.correlation_id is not None)
+
+
+async def next_namespace(run: Run, correlation_id: str, after: str) -> str | None:
+    async def fetch(session: Session) -> list[Document]:
+        condition = {"timer_correlation_id": correlation_id, "timer_namespace": {"$gt": after}}
+        cursor = session.timers.find(condition, {"_id": 0, "timer_namespace": 1}, session=session.driver_session)
+        return await cursor.hint("by_correlation").sort("timer_namespace", 1).limit(1).to_list()
+
+    found = await run(fetch)
+    return str(found[0]["timer_namespace"]) if found else None
 
 
 async def _fetch(session: Session, query: ListQuery, scan: Scan, projection: Document) -> ScanResult:
@@ -50,17 +59,19 @@ async def _fetch(session: Session, query: ListQuery, scan: Scan, projection: Doc
         return ScanResult((), ended=True)
     cursor = session.timers.find(condition, projection, session=session.driver_session)
     documents = await between(cursor, index, found, scan.count).to_list()
-    items: list[Item] = [(ROW_READER.position(document), _found(document, query)) for document in documents]
+    items: list[Item] = [(ROW_READER.position(document), _found(document, query, scan)) for document in documents]
     return ScanResult(items, len(items) < scan.count)
 
 
-def _found(document: Document, query: ListQuery) -> Timer | Reached | Unreadable | None:
+def _found(document: Document, query: ListQuery, scan: Scan) -> Match | None:
     whole = document.get("whole")
-    return None if whole is None else match_row(query, whole, ROW_READER)
+    return None if whole is None else match_row(query, whole, ROW_READER, document.get("length"), scan.chars_max)
 
 
-def _projection(query: ListQuery) -> Document:
-    """Documents that match all filters as a whole, of the others only the position.
+def _projection(query: ListQuery, chars_max: int) -> Document:
+    """Documents that match all filters as a whole, of the others only the position. Payloads of more bytes than
+    `chars_max` are left out, and their length is returned. They must be texts: the length of any other value would be
+    an error.
 
     A tag is searched in the text of the options, which may match too much; it is checked again after decoding.
     """
@@ -79,12 +90,17 @@ def _projection(query: ListQuery) -> Document:
         tests.append({"$gte": [{"$indexOfBytes": [options, _literal(as_json(query.tag))]}, 0]})
     if query.outcomes:
         tests.append({"$in": ["$timer_outcome", sorted(query.outcomes)]})
+    text = {"$cond": [{"$eq": [{"$type": "$timer_payload"}, "string"]}, "$timer_payload", ""]}
+    length = {"$strLenBytes": text}
+    is_too_long: Any = {"$gt": [length, chars_max]} if query.payloads else True
+    without_payload = {"$unsetField": {"field": "timer_payload", "input": "$$ROOT"}}
     return {
         "_id": 0,
         "timer_execute_at": 1,
         "timer_uuid_high": 1,
         "timer_uuid_low": 1,
-        "whole": {"$cond": [{"$and": tests}, "$$ROOT", "$$REMOVE"]},
+        "length": length,
+        "whole": {"$cond": [{"$and": tests}, {"$cond": [is_too_long, without_payload, "$$ROOT"]}, "$$REMOVE"]},
     }
 
 

@@ -395,12 +395,12 @@ async def _load(session: Session, request: PageRequest, bytes_max: int) -> Page:
     if found is None:
         return Page((), None)
     documents: list[Document] = []
-    weight = 0
+    weight, chars_max = 0, min(request.chars_max, bytes_max)
     async with between(
         session.timers.find(session=session.driver_session), "in_order", found, request.limit + 1
     ) as cursor:
         async for document in cursor:
-            if len(documents) == request.limit or weight > bytes_max:
+            if len(documents) == request.limit or weight > chars_max:
                 return page_of(documents, ROW_READER.position(documents[-1]), ROW_READER)
             documents.append(document)
             payload = document.get("timer_payload")

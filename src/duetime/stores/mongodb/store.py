@@ -37,7 +37,7 @@ from duetime.stores.fencing import reading, writing
 from duetime.stores.mongodb import address, connection, schema, statements  # address reports a missing driver
 from duetime.stores.mongodb.address import Address
 from duetime.stores.mongodb.connection import ClusterTime, SessionPool
-from duetime.stores.mongodb.listing import list_timers
+from duetime.stores.mongodb.listing import list_timers, next_namespace
 
 __all__ = ["MongoStore", "wipe"]
 
@@ -158,6 +158,10 @@ class MongoStore:
     @reading
     async def list_timers(self, query: ListQuery) -> Listing:
         return await list_timers(self._open.lists.read, query)
+
+    @reading
+    async def next_namespace(self, correlation_id: str, after: str) -> str | None:
+        return await next_namespace(self._open.lists.read, correlation_id, after)
 
     @writing
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:

@@ -11,10 +11,11 @@ from functools import partial
 
 from duetime.domain.timer import Position, Timer, TimerKey
 from duetime.store import Found, Listing, ListQuery, Page, PageRequest, Unreadable
-from duetime.stores.merging import Item, Scan, ScanResult, match_row, merge_scans
+from duetime.stores.merging import NO_PAYLOADS, Item, Scan, ScanResult, match_row, merge_scans
 from duetime.stores.mysql.connection import Read
 from duetime.stores.mysql.rows import KEY, after_position, at, literal, selected, with_keys
 from duetime.stores.rows import (
+    INLINE_CHARS_MIN,
     KEY_COLUMNS,
     REACHED_COLUMNS,
     TIMER_COLUMNS,
@@ -28,13 +29,13 @@ from duetime.stores.rows import (
     page_of,
     page_of_items,
     position_of,
+    rows_of_page,
     timer_of,
 )
 
-__all__ = ["get_many", "list_timers", "load"]
+__all__ = ["get_many", "list_timers", "load", "next_namespace"]
 
 LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one result; pages that would be longer are made shorter
-INLINE_BYTES_MIN = 4_096  # payloads up to this length are always read together with their row
 KEYS_FEW = 50
 KEYS_MANY = 1_000
 SCANS_AT_ONCE = 64
@@ -47,14 +48,14 @@ _PAYLOAD = TIMER_COLUMNS.index("timer_payload")
 async def load(read: Read, requests: Sequence[PageRequest]) -> list[Page]:
     if not requests:
         return []
-    inline_bytes_max = max(INLINE_BYTES_MIN, LOAD_BYTES_MAX // sum(request.limit + 1 for request in requests))
+    bytes_max = [min(request.chars_max, LOAD_BYTES_MAX // len(requests)) for request in requests]
+    inline_bytes_max = max(INLINE_CHARS_MIN, sum(bytes_max) // sum(request.limit + 1 for request in requests))
     parts = [_page_sql(number, request, inline_bytes_max) for number, request in enumerate(requests)]
     [found] = await read((" UNION ALL ".join(parts),))
     rows: list[list[Row]] = [[] for _ in requests]
     for row in found:
         rows[row[-2]].append(row)
-    bytes_left = LOAD_BYTES_MAX // len(requests)
-    pages = [_cut(request, some, bytes_left) for request, some in zip(requests, rows, strict=True)]
+    pages = [_cut(request, some, most) for request, some, most in zip(requests, rows, bytes_max, strict=True)]
     large = await _read_large(read, [(requests[row[-2]].shard_id, row) for some, _ in pages for row in some])
     return [_page(request, some, after, large) for request, (some, after) in zip(requests, pages, strict=True)]
 
@@ -68,16 +69,10 @@ def _page_sql(number: int, request: PageRequest, inline_bytes_max: int) -> str:
     )
 
 
-def _cut(request: PageRequest, rows: list[Row], bytes_left: int) -> tuple[list[Row], Position | None]:
-    """The rows of a page, and the position after which to continue. A page ends before the row with which its payloads
-    exceed the limit, but has at least one row."""
+def _cut(request: PageRequest, rows: list[Row], bytes_max: int) -> tuple[list[Row], Position | None]:
+    """The rows of a page, and the position after which to continue."""
     rows.sort(key=position_of)  # they are sorted already, unless the server runs several parts in parallel
-    end = min(len(rows), request.limit)
-    for index in range(end):
-        bytes_left -= rows[index][-1] or 0
-        if bytes_left < 0 and index:
-            end = index
-            break
+    end = rows_of_page((row[-1] or 0 for row in rows[: request.limit]), bytes_max)
     return rows[:end], None if end == len(rows) else position_of(rows[end - 1])
 
 
@@ -197,29 +192,48 @@ async def list_timers(read: Read, query: ListQuery) -> Listing:
             f"timer_correlation_id = {literal(query.correlation_id)} AND timer_namespace = {literal(query.namespace)}"
         )
     condition = _condition(query)
-    columns = selected(table, condition)
 
-    def scan_sql(scan: Scan) -> str:
+    def scan_sql(number: int, scan: Scan) -> str:
+        if scan.chars_max == NO_PAYLOADS:  # not even named: InnoDB reads a column whole to know its length
+            columns, length = selected(table, condition, "NULL"), "NULL"
+        else:
+            length = "LENGTH(timer_payload)"
+            columns = selected(table, condition, f"({condition}) AND {length} <= {scan.chars_max}")
         rows = f"{by_correlation} AND shard_id < {scan.shard_id}" if by_correlation else f"shard_id = {scan.shard_id}"
         return (
-            f"(SELECT {columns}, {scan.shard_id}, IF({condition}, 1, 0) FROM {table} FORCE INDEX ({index})"  # noqa: S608
+            f"(SELECT {columns}, {length}, {number}, IF({condition}, 1, 0)"  # noqa: S608
+            f" FROM {table} FORCE INDEX ({index})"
             f" WHERE {rows} AND {after_position(scan.after)}"
             f" AND timer_execute_at <= {at(bound_ms(scan.until_ms))} ORDER BY {KEY} LIMIT {scan.count})"
         )
 
     async def fetch(scans: Sequence[Scan]) -> list[ScanResult]:
-        items: dict[int, list[Item]] = {scan.shard_id: [] for scan in scans}
+        items: list[list[Item]] = [[] for _ in scans]
+        parts = [scan_sql(number, scan) for number, scan in enumerate(scans)]
         for first in range(0, len(scans), SCANS_AT_ONCE):
-            [rows] = await read((" UNION ALL ".join(map(scan_sql, scans[first : first + SCANS_AT_ONCE])),))
+            [rows] = await read((" UNION ALL ".join(parts[first : first + SCANS_AT_ONCE]),))
             for row in rows:
-                items[row[-2]].append((position_of(row), match_row(query, row) if row[-1] else None))
-        for some in items.values():
+                scan = scans[row[-2]]
+                match = match_row(query, row, chars=row[-3], chars_max=scan.chars_max) if row[-1] else None
+                items[row[-2]].append((position_of(row), match))
+        for some in items:
             some.sort(
                 key=lambda item: item[0]
             )  # they are sorted already, unless the server runs several parts in parallel
-        return [ScanResult(items[scan.shard_id], len(items[scan.shard_id]) < scan.count) for scan in scans]
+        return [ScanResult(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]
 
     return await merge_scans(query, fetch, in_order=query.correlation_id is not None)
+
+
+async def next_namespace(read: Read, correlation_id: str, after: str) -> str | None:
+    parts = (
+        f"(SELECT CONVERT(timer_namespace USING utf8mb4) FROM {table} FORCE INDEX ({table}_by_correlation)"  # noqa: S608
+        f" WHERE timer_correlation_id = {literal(correlation_id)} AND timer_namespace > {literal(after)}"
+        " ORDER BY timer_namespace LIMIT 1)"
+        for table in ("timers", "reached")
+    )
+    [rows] = await read((" UNION ALL ".join(parts),))
+    return min((str(name) for (name,) in rows), key=str.encode, default=None)
 
 
 def _condition(query: ListQuery) -> str:

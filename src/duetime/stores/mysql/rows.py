@@ -72,9 +72,12 @@ def literal(value: str | int | None) -> str:
     return f"'{escape_string(value)}'" if isinstance(value, str) else str(value)
 
 
-def selected(table: str, only_if: str = "") -> str:
-    """The columns for a SELECT. `only_if`: columns that may be long are NULL unless this condition is true."""
-    return ", ".join(_selected(name, only_if) for name in COLUMNS[table])
+def selected(table: str, only_if: str = "", payload_if: str = "") -> str:
+    """The columns for a SELECT. `only_if`: columns that may be long are NULL unless this condition is true.
+    `payload_if`: the payload under this condition instead; if it is NULL, the payload is not read."""
+    return ", ".join(
+        _selected(name, payload_if or only_if if name == "timer_payload" else only_if) for name in COLUMNS[table]
+    )
 
 
 def _selected(name: str, only_if: str) -> str:
@@ -82,6 +85,8 @@ def _selected(name: str, only_if: str) -> str:
         return ms(name)
     if name in _BYTES:
         return f"CONVERT({name} USING utf8mb4)"
+    if only_if == "NULL":
+        return only_if
     if only_if and name in ("timer_callback_url", "timer_payload", "timer_options"):
         return f"IF({only_if}, {name}, NULL)"
     return name

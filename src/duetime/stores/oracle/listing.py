@@ -13,19 +13,23 @@ from duetime.stores.oracle.rows import COLUMNS, KEY, ROW_READER, encode_text
 from duetime.stores.oracle.statements import after_position, fetch, scan_values
 from duetime.stores.rows import TIMER_COLUMNS
 
-__all__ = ["list_timers"]
+__all__ = ["list_timers", "next_namespace"]
 
 SCANS_AT_ONCE = 16
-_LONG_COLUMNS = frozenset({"timer_payload", "timer_options"})
+_LONG_COLUMNS = {"timer_payload": " AND DBMS_LOB.GETLENGTH(timer_payload) <= :bytes_max", "timer_options": ""}
 _NAMESPACE = TIMER_COLUMNS.index("timer_namespace")
 
 
 def scans_sql(table: str, count: int, *, by_correlation: bool) -> str:
-    """The next rows of `count` scans, each with the number of its scan."""
+    """The next rows of `count` scans, each with the length of its payload and the number of its scan. Payloads of more
+    than :bytes_max bytes are left out."""
     columns = ", ".join(
-        f"CASE WHEN timer_namespace = :namespace THEN {name} END AS {name}" if name in _LONG_COLUMNS else name
+        f"CASE WHEN timer_namespace = :namespace{_LONG_COLUMNS[name]} THEN {name} END AS {name}"
+        if name in _LONG_COLUMNS
+        else name
         for name in COLUMNS[table]
     )
+    columns += ", CASE WHEN timer_namespace = :namespace THEN DBMS_LOB.GETLENGTH(timer_payload) END AS payload_bytes"
     by_correlation_sql = "timer_correlation_id = :correlation_id AND timer_namespace = :namespace"
     return "\nUNION ALL\n".join(
         f"SELECT * FROM (SELECT {columns}, {number} AS scan_number FROM {table} WHERE "  # noqa: S608
@@ -43,6 +47,20 @@ SCANS = {
 }
 
 
+# "" is NULL, with which nothing compares; no name is empty or begins with CHR(0).
+NEXT_NAMESPACE = "\nUNION ALL\n".join(
+    f"SELECT * FROM (SELECT timer_namespace FROM {table} WHERE timer_correlation_id = :correlation_id"  # noqa: S608
+    " AND timer_namespace > NVL(:after, CHR(0)) ORDER BY timer_namespace) WHERE ROWNUM <= 1"
+    for table in COLUMNS
+)
+
+
+async def next_namespace(read: Run, correlation_id: str, after: str) -> str | None:
+    values = {"correlation_id": encode_text(correlation_id), "after": after}
+    rows = await read(partial(fetch, sql=NEXT_NAMESPACE, values=values))
+    return min((str(name) for (name,) in rows), key=str.encode, default=None)
+
+
 async def list_timers(read: Run, query: ListQuery) -> Listing:
     """Merges one scan per shard. With a correlation id, one scan of its index is enough."""
 
@@ -57,7 +75,8 @@ async def list_timers(read: Run, query: ListQuery) -> Listing:
 
 async def _scan_results(query: ListQuery, scans: Sequence[Scan], db: Connection) -> list[ScanResult]:
     by_correlation = query.correlation_id is not None
-    values: dict[str, Any] = {"namespace": query.namespace}
+    chars_max = scans[0].chars_max
+    values: dict[str, Any] = {"namespace": query.namespace, "bytes_max": chars_max}
     if by_correlation:
         values["correlation_id"] = encode_text(query.correlation_id)
     for number in range(1 if by_correlation else SCANS_AT_ONCE):
@@ -69,9 +88,8 @@ async def _scan_results(query: ListQuery, scans: Sequence[Scan], db: Connection)
     items: list[list[Item]] = [[] for _ in scans]
     for row in await fetch(db, SCANS["reached" if query.outcomes else "timers", by_correlation], values):
         is_in_namespace = row[_NAMESPACE] == query.namespace
-        items[int(row[-1])].append(
-            (ROW_READER.position(row), match_row(query, row, ROW_READER) if is_in_namespace else None)
-        )
+        match = match_row(query, row, ROW_READER, row[-2], chars_max) if is_in_namespace else None
+        items[int(row[-1])].append((ROW_READER.position(row), match))
     for some in items:
         some.sort(key=lambda item: item[0])  # they are sorted already, unless the server runs several parts in parallel
     return [ScanResult(some, len(some) < scan.count) for some, scan in zip(items, scans, strict=True)]

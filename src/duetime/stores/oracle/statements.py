@@ -50,9 +50,10 @@ from duetime.stores.rows import (
     found_by_key,
     namespaces_of,
     page_of,
+    rows_of_page,
 )
 
-LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in one result; pages that would be longer are made shorter
+LOAD_BYTES_MAX = 64 * 1024 * 1024  # of payloads in the pages of one load
 KEYS_AT_ONCE = 50
 FETCH_ROWS = 100  # in one message
 
@@ -390,20 +391,26 @@ async def load(read: Run, requests: Sequence[PageRequest]) -> list[Page]:
 
 
 async def _load_one(db: Connection, request: PageRequest, bytes_max: int) -> Page:
-    """A page ends early after the group of rows in which its payloads exceed the limit."""
+    """Rows that are not on the page may be read: the rest of the group with which it exceeds the limit."""
+    bytes_max = min(request.chars_max, bytes_max)
     payload_bytes = 0
 
     def is_enough(group: Sequence[Row]) -> bool:
         nonlocal payload_bytes
-        payload_bytes += sum(len(row[_PAYLOAD] or b"") for row in group)
+        payload_bytes += sum(map(_payload_bytes, group))
         return payload_bytes > bytes_max
 
     values = scan_values(0, request.shard_id, request.after, request.until_ms, request.limit + 1)
     rows = await fetch(db, LOAD, values, is_enough)
-    if payload_bytes <= bytes_max and len(rows) <= request.limit:
+    count = rows_of_page(map(_payload_bytes, rows[: request.limit]), bytes_max)
+    if payload_bytes <= bytes_max and len(rows) == count:
         return page_of(rows, None, ROW_READER)
-    del rows[request.limit :]
+    del rows[count:]
     return page_of(rows, ROW_READER.position(rows[-1]), ROW_READER)
+
+
+def _payload_bytes(row: Row) -> int:
+    return len(row[_PAYLOAD] or b"")
 
 
 async def get_many(read: Run, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:

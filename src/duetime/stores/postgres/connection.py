@@ -53,6 +53,9 @@ class Address(Struct, frozen=True):
     application_name: str = "duetime"
     target: str = "primary"
 
+    def __repr__(self) -> str:
+        return f"Address({self.label})"
+
 
 def address_of(text: str) -> Address:
     """postgresql://user:password@host:port/database?option=value, as in libpq; and `pooler`, `schema`."""

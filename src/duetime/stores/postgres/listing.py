@@ -10,11 +10,12 @@ from duetime.stores.postgres.rows import KEY, at, selected
 from duetime.stores.postgres.statements import Run
 from duetime.stores.rows import as_json, bound_ms, position_of
 
-__all__ = ["list_timers"]
+__all__ = ["list_timers", "next_namespace"]
 
 
 def _list_sql(row_type: int, by_correlation: bool) -> str:
-    """The next rows of each scan: all columns of rows that match, only the position of others.
+    """The next rows of each scan: all columns of rows that match, only the position of others. Payloads that are too
+    long are left out; their length is known without reading them.
 
     A tag is searched in the text of the options, which finds too many rows; `match_row` checks again. Parsing the JSON
     here would fail for a row that has an escaped NUL anywhere in it.
@@ -29,12 +30,14 @@ def _list_sql(row_type: int, by_correlation: bool) -> str:
     if by_correlation:
         where = "timer_correlation_id = $9 AND timer_namespace = $7 AND shard_id < s.shard_id"
     return f"""
-SELECT {selected(row_type, "t.matches")}, s.shard_id, t.matches
-FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::int[]) AS s(shard_id, at, high, low, most)
+SELECT {selected(row_type, "t.matches", "octet_length(t.timer_payload) <= $14::bigint")},
+  octet_length(t.timer_payload), s.number, t.matches
+FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::int[], $6::bigint[])
+  WITH ORDINALITY AS s(shard_id, at, high, low, most, until, number)
 CROSS JOIN LATERAL (
   SELECT *, ({matches}) IS TRUE AS matches
   FROM timers WHERE {where} AND row_type = {row_type} AND ({KEY}) > ({at("s.at")}, s.high, s.low)
-  AND timer_execute_at <= {at("$6::bigint")}
+  AND timer_execute_at <= {at("s.until")}
   ORDER BY {KEY} LIMIT s.most) AS t
 """  # noqa: S608
 
@@ -44,6 +47,16 @@ _LIST = {
     for row_type in (2, 3)
     for by_correlation in (False, True)
 }
+
+
+async def next_namespace(run: Run, correlation_id: str, after: str) -> str | None:
+    rows = await run(
+        "SELECT timer_namespace FROM timers WHERE timer_correlation_id = $1::text AND timer_namespace > $2::text"
+        " ORDER BY timer_namespace LIMIT 1",
+        correlation_id,
+        after,
+    )
+    return str(rows[0][0]) if rows else None
 
 
 async def list_timers(run: Run, query: ListQuery) -> Listing:
@@ -68,12 +81,14 @@ async def list_timers(run: Run, query: ListQuery) -> Listing:
             [scan.after.uuid_high for scan in scans],
             [scan.after.uuid_low for scan in scans],
             [scan.count for scan in scans],
-            bound_ms(scans[0].until_ms),
+            [bound_ms(scan.until_ms) for scan in scans],
             *filters,
+            chars_max := scans[0].chars_max,
         )
-        items: dict[int, list[Item]] = {scan.shard_id: [] for scan in scans}
+        items: list[list[Item]] = [[] for _ in scans]
         for row in rows:
-            items[row[-2]].append((position_of(row), match_row(query, row) if row[-1] else None))
-        return [ScanResult(items[scan.shard_id], len(items[scan.shard_id]) < scan.count) for scan in scans]
+            match = match_row(query, row, chars=row[-3], chars_max=chars_max) if row[-1] else None
+            items[row[-2] - 1].append((position_of(row), match))
+        return [ScanResult(found, len(found) < scan.count) for found, scan in zip(items, scans, strict=True)]
 
     return await merge_scans(query, fetch, in_order=by_correlation)

@@ -54,11 +54,16 @@ SCHEDULED_AT: Final = 3  # among the common columns
 IF_NULL: Final = {"timer_attempts": "0", "timer_scheduled_at": "timer_execute_at"}
 
 
-def selected(row_type: int, if_only: str = "") -> str:
-    """The columns for a SELECT. `if_only`: columns after the position are NULL unless this condition is true."""
+_PAYLOAD: Final = TIMER_COLUMNS.index("timer_payload")
+
+
+def selected(row_type: int, if_only: str = "", payload_if: str = "true") -> str:
+    """The columns for a SELECT. `if_only`: columns after the position are NULL unless this condition is true.
+    `payload_if`: the payload only under this condition too."""
     texts = [_ms_or_null(f"t.{name}") if is_time else f"t.{name}" for name, _, is_time in COLUMNS[row_type]]
     if if_only:
         texts[3:] = [f"CASE WHEN {if_only} THEN {text} END" for text in texts[3:]]
+        texts[_PAYLOAD] = f"CASE WHEN {if_only} AND {payload_if} THEN t.timer_payload END"
     return ", ".join(f"{text} AS {name}" for text, (name, _, _) in zip(texts, COLUMNS[row_type], strict=True))
 
 

@@ -205,12 +205,11 @@ SELECT id, 0, 0, {at("0")} FROM generate_series(0, $1::int - 1) AS id ON CONFLIC
 """  # noqa: S608
 
 
-# A page ends before the timer with which its payloads exceed the limit, but has at least one timer. `total` shows that
-# it was cut.
+# A page ends after the timer with which its payloads exceed the limit. `total` shows that it was cut.
 _LOAD = f"""
 SELECT {selected(2)}, s.number, t.total
-FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::int[])
-  WITH ORDINALITY AS s(shard_id, at, high, low, until, most, number)
+FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::int[], $7::bigint[])
+  WITH ORDINALITY AS s(shard_id, at, high, low, until, most, bytes_max, number)
 CROSS JOIN LATERAL (
   SELECT *, count(*) OVER () AS total, coalesce(sum(octet_length(timer_payload)) OVER (
     ORDER BY {KEY} ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0) AS weight
@@ -219,7 +218,7 @@ CROSS JOIN LATERAL (
     WHERE shard_id = s.shard_id AND row_type = 2 AND ({KEY}) > ({at("s.at")}, s.high, s.low)
     AND timer_execute_at <= {at("s.until")}
     ORDER BY {KEY} LIMIT s.most) AS page) AS t
-WHERE t.weight <= $7::bigint
+WHERE t.weight <= s.bytes_max
 """  # noqa: S608
 
 
@@ -415,7 +414,7 @@ async def load(run: Run, requests: Sequence[PageRequest]) -> list[Page]:
         [request.after.uuid_low for request in requests],
         [bound_ms(request.until_ms) for request in requests],
         [request.limit + 1 for request in requests],
-        LOAD_BYTES_MAX // len(requests),
+        [min(request.chars_max, LOAD_BYTES_MAX // len(requests)) for request in requests],
     )
     pages: list[list[Row]] = [[] for _ in requests]
     for row in rows:

@@ -24,6 +24,7 @@ import msgspec
 from duetime.clock import SystemClock
 from duetime.domain.instants import format_instant
 from duetime.errors import StoreUnavailable
+from duetime.printable import redacted_url
 from duetime.stores.store_url import store_url_error
 
 __all__ = ["ConnectionThread", "FileLock", "holder", "open_file", "path_of"]
@@ -38,7 +39,7 @@ def path_of(url: str) -> str:
     path = unquote(rest)
     if prefix != "sqlite" or not separator or path in ("", ":memory:") or "?" in rest or "#" in rest:
         raise store_url_error(
-            f"{url!r} names no file; write sqlite:///relative.db or sqlite:////absolute/path.db"
+            f"{redacted_url(url)!r} names no file; write sqlite:///relative.db or sqlite:////absolute/path.db"
             " (for a store in memory, memory://)"
         )
     return os.path.realpath(path)

@@ -10,10 +10,8 @@ Functions that write are called inside a transaction that has the write lock.
 
 from __future__ import annotations
 
-import heapq
-import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
 
 import apsw
 import msgspec
@@ -21,13 +19,21 @@ from msgspec import Struct
 
 from duetime.domain.timer import ROW_FORMAT, Namespace, Position, TimerKey
 from duetime.errors import MemberDead, ShardLost
-from duetime.store import Batch, Claim, Committed, Fence, Found, Listing, ListQuery, Member, Page, PageRequest, ShardRow
+from duetime.store import (
+    NO_CHARS_MAX,
+    Batch,
+    Claim,
+    Committed,
+    Fence,
+    Found,
+    Member,
+    Page,
+    PageRequest,
+    ShardRow,
+)
 from duetime.stores.fencing import NOTHING_REPLACED, committed, lost, shard_rounds
-from duetime.stores.merging import LIST_PAGE_MAX, LIST_ROWS_MAX, ListingBuilder, match_row
 from duetime.stores.rows import (
-    DEFAULT_ROW_READER,
-    KEY_COLUMNS,
-    LARGEST,
+    INLINE_CHARS_MIN,
     REACHED_COLUMNS,
     REACHED_ROWS_MAX,
     TIMER_COLUMNS,
@@ -36,22 +42,33 @@ from duetime.stores.rows import (
     found_of,
     namespaces_of,
     page_of,
+    position_before,
     position_of,
-    reached_of,
     reached_values,
-    timer_of,
+    rows_of_page,
     timer_values,
+)
+from duetime.stores.sqlite.rows import (
+    KEY,
+    MARKED_ROW_READER,
+    REACHED,
+    TIMER,
+    decode_rows,
+    decode_with_marks,
+    limited,
+    read_rows,
+    read_text,
+    shorter_if_too_big,
 )
 
 T = TypeVar("T")
 
+_WHOLE: Final = len(TIMER_COLUMNS)  # values of a row whose payload is not left out
+_PAYLOAD: Final = TIMER_COLUMNS.index("timer_payload")
+GET_CHARS_MAX: Final = 8 * 1024 * 1024  # of payloads that are read in one statement by their keys
 CHUNK_ROWS_MAX = 128  # apsw caches no statement of more than 16 KiB of text
 
 # --- SQL -----------------------------------------------------------------------------------------
-
-_KEY = ", ".join(KEY_COLUMNS)
-_TIMER = f"json_array({', '.join(TIMER_COLUMNS)})"
-_REACHED = f"json_array({', '.join(REACHED_COLUMNS)})"
 
 _COLUMNS = {2: ", ".join(("shard_id", *TIMER_COLUMNS)), 3: ", ".join(("shard_id", *REACHED_COLUMNS))}
 
@@ -96,7 +113,7 @@ WHERE row_type = 1 AND shard_id IN (SELECT value FROM json_each(?))
 """
 _ENSURE_SHARDS = f"""
 WITH RECURSIVE ids(id) AS (SELECT 0 WHERE ?1 > 0 UNION ALL SELECT id + 1 FROM ids WHERE id + 1 < ?1)
-INSERT OR ROLLBACK INTO timers (shard_id, row_type, row_format, {_KEY}, shard_version, shard_nonce, shard_claimed_at)
+INSERT OR ROLLBACK INTO timers (shard_id, row_type, row_format, {KEY}, shard_version, shard_nonce, shard_claimed_at)
 SELECT id, 1, {ROW_FORMAT}, -1, 0, 0, 0, 0, 0 FROM ids WHERE true ON CONFLICT DO NOTHING
 """  # noqa: S608
 _SHARDS = """
@@ -105,27 +122,27 @@ SELECT json_group_array(json_array(shard_id, shard_version, shard_nonce, shard_o
 """
 _SOME_SHARDS = f"{_SHARDS} AND shard_id IN (SELECT value FROM json_each(?))"  # noqa: S608
 _PURGE = f"""
-DELETE FROM timers WHERE shard_id = ?1 AND row_type = 3 AND ({_KEY}) IN (
-  SELECT {_KEY} FROM timers WHERE shard_id = ?1 AND row_type = 3 AND timer_execute_at < ?2 ORDER BY {_KEY} LIMIT ?3)
+DELETE FROM timers WHERE shard_id = ?1 AND row_type = 3 AND ({KEY}) IN (
+  SELECT {KEY} FROM timers WHERE shard_id = ?1 AND row_type = 3 AND timer_execute_at < ?2 ORDER BY {KEY} LIMIT ?3)
 """  # noqa: S608
 
 _LOAD = f"""
 SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
-  SELECT {_TIMER} AS row FROM timers
-  WHERE shard_id = ? AND row_type = 2 AND ({_KEY}) > (?, ?, ?) AND timer_execute_at <= ?
-  ORDER BY {_KEY} LIMIT ?)
+  SELECT {limited(TIMER)} AS row FROM timers
+  WHERE shard_id = :shard_id AND row_type = 2 AND ({KEY}) > (:a, :b, :c) AND timer_execute_at <= :until
+  ORDER BY {KEY} LIMIT :page)
 """  # noqa: S608
 # Timers and reached rows in one statement, so that both are of the same snapshot.
 _GET = f"""
 SELECT
-  (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {_TIMER} || ']', ','), '') || ']'
-   FROM json_each(?1) AS k CROSS JOIN timers AS t
+  (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {limited(TIMER)} || ']', ','), '') || ']'
+   FROM json_each(:keys) AS k CROSS JOIN timers AS t
    WHERE t.row_type = 2 AND t.shard_id = k.value ->> 0
    AND t.timer_namespace = k.value ->> 1 AND t.timer_id = k.value ->> 2) AS timers,
-  (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {_REACHED} || ']', ','), '') || ']'
-   FROM json_each(?1) AS k CROSS JOIN timers AS t
-   WHERE t.row_type = 3 AND t.shard_id = k.value ->> 0 AND ({_KEY}) = (
-     SELECT {_KEY} FROM timers AS newest WHERE newest.row_type = 3 AND newest.shard_id = k.value ->> 0
+  (SELECT '[' || coalesce(group_concat('[' || k.key || ',' || {limited(REACHED)} || ']', ','), '') || ']'
+   FROM json_each(:keys) AS k CROSS JOIN timers AS t
+   WHERE t.row_type = 3 AND t.shard_id = k.value ->> 0 AND ({KEY}) = (
+     SELECT {KEY} FROM timers AS newest WHERE newest.row_type = 3 AND newest.shard_id = k.value ->> 0
      AND newest.timer_namespace = k.value ->> 1 AND newest.timer_id = k.value ->> 2
      ORDER BY timer_generation DESC, timer_reached_at DESC,
        timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT 1)) AS ended
@@ -133,42 +150,14 @@ SELECT
 # For a key whose newest reached row cannot be decoded.
 _GET_REACHED = f"""
 SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
-  SELECT {_REACHED} AS row FROM timers WHERE row_type = 3 AND shard_id = ? AND timer_namespace = ? AND timer_id = ?
+  SELECT {REACHED} AS row FROM timers WHERE row_type = 3 AND shard_id = ? AND timer_namespace = ? AND timer_id = ?
   ORDER BY timer_generation DESC, timer_reached_at DESC,
     timer_execute_at DESC, timer_uuid_high DESC, timer_uuid_low DESC LIMIT {REACHED_ROWS_MAX})
 """  # noqa: S608
 
 
-def _list_sql(row_type: int, row: str, due: str, where: str) -> str:
-    """The next rows of one scan: all columns of rows that match, only the position of others."""
-    return f"""
-SELECT '[' || coalesce(group_concat(row, ','), '') || ']' AS answer FROM (
-  SELECT CASE WHEN timer_namespace = :namespace
-    AND (:id_prefix IS NULL OR substr(timer_id, 1, length(:id_prefix)) = :id_prefix)
-    AND (:correlation_id IS NULL OR timer_correlation_id = :correlation_id)
-    AND (:due_from IS NULL OR {due} >= :due_from) AND (:due_until IS NULL OR {due} < :due_until)
-    AND (:tag IS NULL OR EXISTS (
-      SELECT 1 FROM json_each(CASE WHEN json_valid(timer_options) THEN timer_options END, '$.t') WHERE value = :tag))
-    AND (:outcomes IS NULL OR timer_outcome IN (SELECT value FROM json_each(:outcomes)))
-  THEN {row} ELSE json_array({_KEY}) END AS row
-  FROM timers WHERE {where} AND row_type = {row_type} AND ({_KEY}) > (:a, :b, :c) AND timer_execute_at <= :until
-  ORDER BY {_KEY} LIMIT :page)
-"""  # noqa: S608
-
-
-_BY_SHARD = "shard_id = :shard_id"
-_BY_CORRELATION = "timer_correlation_id = :correlation_id AND timer_namespace = :namespace AND shard_id < :num_shards"
-_LIST = {
-    (reached, where): _list_sql(3, _REACHED, "timer_scheduled_at", where)
-    if reached
-    else _list_sql(2, _TIMER, "timer_execute_at", where)
-    for reached in (False, True)
-    for where in (_BY_SHARD, _BY_CORRELATION)
-}
-
 # --- rows ----------------------------------------------------------------------------------------
 
-_decode_rows = msgspec.json.Decoder(list[list[Any]]).decode
 _decode_indexes = msgspec.json.Decoder(list[int]).decode
 _decode_fences = msgspec.json.Decoder(list[tuple[int, int, int]]).decode
 
@@ -184,52 +173,6 @@ class _ShardJson(Struct, array_like=True):
 
 
 _decode_shards = msgspec.json.Decoder(list[_ShardJson]).decode
-
-
-def _text(db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]) -> str:
-    """The result of a statement that returns one text. In one step: `.get` would read on for a second row."""
-    [text] = cast(tuple[str], db.execute(sql, bindings).fetchone())
-    return text
-
-
-# SQLite does not check that a text is UTF-8. One text that is not makes the whole result undecodable. Then the result
-# is fetched as bytes, and texts that are not UTF-8 are marked: they are decoded with surrogates, which valid texts do
-# not have.
-
-
-def _rows(
-    db: apsw.Connection, sql: str, bindings: tuple[Any, ...] | dict[str, Any]
-) -> tuple[list[list[Any]], RowReader]:
-    """The rows of a result, and how to decode them."""
-    try:
-        return _decode_rows(_text(db, sql, bindings)), DEFAULT_ROW_READER
-    except UnicodeDecodeError:
-        [answer] = cast(tuple[bytes], db.execute(f"SELECT CAST(answer AS BLOB) FROM ({sql})", bindings).fetchone())  # noqa: S608
-        return _decode_with_marks(answer), _MARKED_ROW_READER
-
-
-def _decode_with_marks(answer: bytes) -> list[Any]:
-    return list(json.loads(answer.decode(errors="surrogateescape")))
-
-
-def _check_unmarked(row: list[Any]) -> list[Any]:
-    for value in row:
-        if isinstance(value, str):
-            value.encode()
-    return row
-
-
-def _name(row: list[Any]) -> tuple[Any, Any]:
-    return tuple(None if not isinstance(text, str) or _is_marked(text) else text for text in row[3:5])  # type: ignore[return-value]
-
-
-def _is_marked(text: str) -> bool:
-    return text.encode(errors="ignore") != text.encode(errors="surrogatepass")
-
-
-_MARKED_ROW_READER: Final = RowReader(
-    timer=lambda row: timer_of(_check_unmarked(row)), reached=lambda row: reached_of(_check_unmarked(row)), key=_name
-)
 
 
 # --- members -------------------------------------------------------------------------------------
@@ -276,7 +219,7 @@ def ensure_shards(db: apsw.Connection, count: int) -> None:
 
 
 def shards(db: apsw.Connection) -> list[ShardRow]:
-    return sorted(_shard_rows(_text(db, _SHARDS, ())), key=lambda row: row.shard_id)
+    return sorted(_shard_rows(read_text(db, _SHARDS, ())), key=lambda row: row.shard_id)
 
 
 def _shard_rows(text: str) -> list[ShardRow]:
@@ -294,7 +237,7 @@ def claim(db: apsw.Connection, claims: Sequence[Claim]) -> list[ShardRow]:
                 ),
             ),
         )
-    text = _text(db, _SOME_SHARDS, (as_json([claim.shard_id for claim in claims]),))
+    text = read_text(db, _SOME_SHARDS, (as_json([claim.shard_id for claim in claims]),))
     rows = {row.shard_id: row for row in _shard_rows(text)}
     return [rows.get(claim.shard_id) or ShardRow(claim.shard_id) for claim in claims]
 
@@ -366,34 +309,49 @@ def insert_rows(db: apsw.Connection, row_type: int, rows: list[tuple[Any, ...]])
 
 
 def load(db: apsw.Connection, requests: Sequence[PageRequest]) -> list[Page]:
-    return [_load(db, request.shard_id, request.after, request.until_ms, request.limit) for request in requests]
+    return [_load(db, request) for request in requests]
 
 
-def _load(db: apsw.Connection, shard_id: int, after: Position, until_ms: int, limit: int) -> Page:
-    (rows, reader), limit = _shorter_if_too_big(
-        lambda count: _rows(db, _LOAD, (shard_id, *after, until_ms, count + 1)), limit
+def _load(db: apsw.Connection, request: PageRequest) -> Page:
+    inline = max(INLINE_CHARS_MIN, request.chars_max // (request.limit + 1))
+    (rows, reader), limit = shorter_if_too_big(
+        lambda count: _load_rows(db, request.shard_id, request.after, request.until_ms, count + 1, inline),
+        request.limit,
     )
-    if len(rows) <= limit:
-        return page_of(rows, None, reader)
-    del rows[limit:]
-    return page_of(rows, position_of(rows[-1]), reader)
+    is_cut = any(len(row) > _WHOLE for row in rows)
+    count = min(len(rows), limit)
+    if is_cut or limit * inline > request.chars_max:
+        count = rows_of_page(map(_payload_length, rows[:limit]), request.chars_max)
+    after = None if len(rows) <= count else position_of(rows[count - 1])
+    del rows[count:]
+    if not is_cut:
+        return page_of(rows, after, reader)
+    whole = [row if len(row) == _WHOLE else _load_whole(db, request.shard_id, position_of(row)) for row in rows]
+    return page_of([row for row in whole if row is not None], after, MARKED_ROW_READER)
 
 
-def _shorter_if_too_big(fetch: Callable[[int], T], count: int) -> tuple[T, int]:
-    """Halves `count` until the result is not too large. Returns the result and the count."""
-    while True:
-        try:
-            return fetch(count), count
-        except apsw.TooBigError:
-            if count == 1:
-                raise
-            count //= 2
+def _load_rows(
+    db: apsw.Connection, shard_id: int, after: Position, until_ms: int, count: int, inline: int
+) -> tuple[list[list[Any]], RowReader]:
+    a, b, c = after
+    bindings = {"shard_id": shard_id, "a": a, "b": b, "c": c, "until": until_ms, "page": count, "inline": inline}
+    return read_rows(db, _LOAD, bindings)
+
+
+def _load_whole(db: apsw.Connection, shard_id: int, position: Position) -> list[Any] | None:
+    """A row whose payload was left out. None: it was removed meanwhile."""
+    rows, _ = _load_rows(db, shard_id, position_before(position), position.execute_at_ms, 1, NO_CHARS_MAX)
+    return rows[0] if rows and position_of(rows[0]) == position else None
+
+
+def _payload_length(row: list[Any]) -> int:
+    return row[-1] if len(row) > _WHOLE else len(row[_PAYLOAD] or "")
 
 
 def get_many(db: apsw.Connection, keys: Sequence[tuple[int, TimerKey]]) -> list[Found]:
     try:
         text = as_json([(shard_id, *key) for shard_id, key in keys])
-        found, reached_rows = _found_rows(db, text)
+        found, reached_rows = _found_rows(db, text, max(INLINE_CHARS_MIN, GET_CHARS_MAX // max(1, len(keys))))
     except apsw.TooBigError:
         if len(keys) == 1:
             raise
@@ -405,27 +363,33 @@ def get_many(db: apsw.Connection, keys: Sequence[tuple[int, TimerKey]]) -> list[
 _IndexedRows = dict[int, list[Any]]
 
 
-def _found_rows(db: apsw.Connection, keys_json: str) -> tuple[_IndexedRows, _IndexedRows]:
-    """The rows of timers and the newest reached rows, by the indexes of their keys."""
+def _found_rows(db: apsw.Connection, keys_json: str, inline: int) -> tuple[_IndexedRows, _IndexedRows]:
+    """The rows of timers and the newest reached rows, by the indexes of their keys. Payloads of more than `inline`
+    bytes are left out."""
     answers: Any
+    bindings = {"keys": keys_json, "inline": inline}
     try:
-        answers = db.execute(_GET, (keys_json,)).fetchone()
-        timers, reached_rows = map(_decode_rows, answers)
+        answers = db.execute(_GET, bindings).fetchone()
+        timers, reached_rows = map(decode_rows, answers)
     except UnicodeDecodeError:
         as_blobs = f"SELECT CAST(timers AS BLOB), CAST(ended AS BLOB) FROM ({_GET})"  # noqa: S608
-        answers = db.execute(as_blobs, (keys_json,)).fetchone()
-        timers, reached_rows = map(_decode_with_marks, answers)
+        answers = db.execute(as_blobs, bindings).fetchone()
+        timers, reached_rows = map(decode_with_marks, answers)
     return dict(timers), dict(reached_rows)
 
 
 def _found(
     db: apsw.Connection, key: tuple[int, TimerKey], timer: list[Any] | None, reached_row: list[Any] | None
 ) -> Found:
-    found = found_of(timer, () if reached_row is None else (reached_row,), _MARKED_ROW_READER)
+    is_left_out = timer is not None and len(timer) > len(TIMER_COLUMNS)
+    if is_left_out or (reached_row is not None and len(reached_row) > len(REACHED_COLUMNS)):
+        whole = _found_rows(db, as_json([(key[0], *key[1])]), NO_CHARS_MAX)  # both again: of the same moment
+        timer, reached_row = (rows.get(0) for rows in whole)
+    found = found_of(timer, () if reached_row is None else (reached_row,), MARKED_ROW_READER)
     if reached_row is None or found.reached is not None:
         return found
-    reached_rows, _ = _rows(db, _GET_REACHED, (key[0], *key[1]))
-    return found_of(timer, reached_rows, _MARKED_ROW_READER)
+    reached_rows, _ = read_rows(db, _GET_REACHED, (key[0], *key[1]))
+    return found_of(timer, reached_rows, MARKED_ROW_READER)
 
 
 def purge_reached(db: apsw.Connection, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
@@ -436,84 +400,6 @@ def purge_reached(db: apsw.Connection, fences: Sequence[Fence], before_ms: int, 
 def _purge(db: apsw.Connection, fence: Fence, before_ms: int, limit: int) -> int:
     db.execute(_PURGE, (fence.shard_id, before_ms, limit))
     return db.changes()
-
-
-# --- list ----------------------------------------------------------------------------------------
-
-
-class _BudgetSpent(Exception):
-    pass
-
-
-def list_timers(db: apsw.Connection, query: ListQuery) -> Listing:
-    """A merge of one scan per shard, or, with a correlation id, one scan of its index."""
-    scan = _Scan(db, query)
-    found = ListingBuilder(query)
-    seen: Position | None = None
-    try:
-        for row in heapq.merge(*scan.streams(), key=position_of):
-            if len(found.items) == query.limit:
-                break
-            seen = position_of(row)
-            if len(row) > 3:
-                found.add(match_row(query, row, _MARKED_ROW_READER))
-        else:
-            seen = None
-    except _BudgetSpent:
-        pass
-    return found.listing(seen)
-
-
-class _Scan:
-    """The range scans of one list call. They raise _BudgetSpent after LIST_ROWS_MAX rows; merged rows are in order."""
-
-    def __init__(self, db: apsw.Connection, query: ListQuery) -> None:
-        self._db = db
-        self._query = query
-        self._rows_left = LIST_ROWS_MAX
-        by_due = not query.outcomes  # then the due range limits the scan itself
-        after = query.after
-        if by_due and query.due_from_ms is not None:
-            after = max(after, Position(query.due_from_ms - 1, LARGEST, LARGEST))
-        self._after = after
-        self._bindings: dict[str, Any] = {
-            "namespace": query.namespace,
-            "num_shards": query.num_shards,
-            "id_prefix": query.id_prefix,
-            "correlation_id": query.correlation_id,
-            "tag": query.tag,
-            "due_from": query.due_from_ms,
-            "due_until": query.due_until_ms,
-            "outcomes": as_json(sorted(query.outcomes)) if query.outcomes else None,
-            "until": query.due_until_ms - 1 if by_due and query.due_until_ms is not None else LARGEST,
-        }
-
-    def streams(self) -> list[Iterator[list[Any]]]:
-        if self._query.correlation_id is not None:
-            return [self._stream(0, _BY_CORRELATION, self._query.limit + 1)]
-        # Matches are spread evenly over the shards. If a page is too short, the next one is longer.
-        first_page = 2 + self._query.limit * 2 // self._query.num_shards
-        return [self._stream(shard_id, _BY_SHARD, first_page) for shard_id in range(self._query.num_shards)]
-
-    def _stream(self, shard_id: int, where: str, page: int) -> Iterator[list[Any]]:
-        sql = _LIST[bool(self._query.outcomes), where]
-        after, first = self._after, True
-        while True:
-            # The first page of every shard may exceed the budget: without it nothing can be merged.
-            if self._rows_left <= 0 and not first:
-                raise _BudgetSpent
-            rows, page = self._fetch(sql, shard_id, after, min(page, LIST_PAGE_MAX))
-            first = False
-            yield from rows
-            if len(rows) < page:
-                return
-            after, page = position_of(rows[-1]), page * 2
-
-    def _fetch(self, sql: str, shard_id: int, after: Position, page: int) -> tuple[list[list[Any]], int]:
-        bindings = self._bindings | {"shard_id": shard_id, "a": after[0], "b": after[1], "c": after[2]}
-        (rows, _), page = _shorter_if_too_big(lambda count: _rows(self._db, sql, bindings | {"page": count}), page)
-        self._rows_left -= len(rows)
-        return rows, page
 
 
 # --- namespaces ----------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ fence that was read in it is valid until its COMMIT. The reader runs loads and g
 lister runs lists, which may take long, so that nothing else waits for them. WAL with synchronous=FULL: a commit that
 returned is on disk.
 
-statements.py has the SQL, connection.py the file, its lock and the threads, errors.py the meaning of errors, schema.py
-the migrations.
+statements.py and listing.py have the SQL, rows.py how results are read, connection.py the file, its lock and the
+threads, errors.py the meaning of errors, schema.py the migrations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from duetime.store import (
     PageRequest,
     ShardRow,
 )
-from duetime.stores.sqlite import connection, schema, statements
+from duetime.stores.sqlite import connection, listing, schema, statements
 from duetime.stores.sqlite.connection import ConnectionThread, FileLock
 from duetime.stores.sqlite.errors import store_error
 
@@ -202,10 +202,16 @@ class SqliteStore:
         return await self._read(statements.get_many, keys)
 
     async def list_timers(self, query: ListQuery) -> Listing:
+        return await self._list(listing.list_timers, query)
+
+    async def next_namespace(self, correlation_id: str, after: str) -> str | None:
+        return await self._list(listing.next_namespace, correlation_id, after)
+
+    async def _list(self, work: Callable[Concatenate[apsw.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         if self._lister is None or self._list_db is None:
             raise StoreUnavailable("the store is not open")
         db = self._list_db
-        return await self._lister.run(lambda: _query(lambda: statements.list_timers(db, query)))
+        return await self._lister.run(lambda: _query(lambda: work(db, *args, **kwargs)))
 
     async def purge_reached(self, fences: Sequence[Fence], before_ms: int, limit: int) -> list[int | ShardLost]:
         return await self._write(statements.purge_reached, fences, before_ms, limit)

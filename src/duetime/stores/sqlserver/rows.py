@@ -111,9 +111,12 @@ def insert_sql(row_type: int, path: str) -> str:
     return f"{sql}\n  OPTION (MAXDOP 1);"
 
 
-def selected(row_type: int, only_if: str = "") -> str:
-    """The columns of t for a SELECT. `only_if`: columns that may be long are NULL unless this condition is true."""
-    return ", ".join(_selected(name, only_if) for name in COLUMNS[row_type])
+def selected(row_type: int, only_if: str = "", payload_if: str = "") -> str:
+    """The columns of t for a SELECT. `only_if`: columns that may be long are NULL unless this condition is true.
+    `payload_if`: the payload under this condition instead."""
+    return ", ".join(
+        _selected(name, payload_if or only_if if name == "timer_payload" else only_if) for name in COLUMNS[row_type]
+    )
 
 
 def _selected(name: str, only_if: str) -> str:

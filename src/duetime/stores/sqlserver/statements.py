@@ -33,6 +33,7 @@ from duetime.stores.rows import (
     found_by_key,
     namespaces_of,
     page_of,
+    rows_of_page,
 )
 from duetime.stores.sqlserver.connection import Connection, Run, execute, fetch_until
 from duetime.stores.sqlserver.rows import (
@@ -51,7 +52,7 @@ from duetime.stores.sqlserver.rows import (
     timer_row,
 )
 
-LOAD_CHARS_MAX = 32 * 1024 * 1024  # of payloads in one result; pages that would be longer are made shorter
+LOAD_CHARS_MAX = 32 * 1024 * 1024  # of payloads in the pages of one load
 KEYS_AT_ONCE = 500
 
 _PAYLOAD = TIMER_COLUMNS.index("timer_payload")
@@ -385,12 +386,13 @@ async def load(read: Run, requests: Sequence[PageRequest]) -> list[Page]:
 
 
 def _load_one(db: Connection, request: PageRequest, chars_max: int) -> Page:
-    """A page ends early after the group of rows in which its payloads exceed the limit."""
+    """Rows that are not on the page may be read: the rest of the group with which it exceeds the limit."""
+    chars_max = min(request.chars_max, chars_max)
     payload_chars = 0
 
     def is_enough(group: Sequence[Row]) -> bool:
         nonlocal payload_chars
-        payload_chars += sum(len(row[_PAYLOAD] or "") for row in group)
+        payload_chars += sum(map(_payload_chars, group))
         return payload_chars > chars_max
 
     after = request.after
@@ -404,10 +406,15 @@ def _load_one(db: Connection, request: PageRequest, chars_max: int) -> Page:
         request.limit + 1,
     )
     rows = list(fetch_until(db, LOAD, document({"scans": [scan]}), is_enough))
-    if payload_chars <= chars_max and len(rows) <= request.limit:
+    count = rows_of_page(map(_payload_chars, rows[: request.limit]), chars_max)
+    if payload_chars <= chars_max and len(rows) == count:
         return page_of(rows, None, ROW_READER)
-    del rows[request.limit :]
+    del rows[count:]
     return page_of(rows, ROW_READER.position(rows[-1]), ROW_READER)
+
+
+def _payload_chars(row: Row) -> int:
+    return len(row[_PAYLOAD] or "")
 
 
 Key = tuple[int, TimerKey]

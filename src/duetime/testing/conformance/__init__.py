@@ -35,6 +35,7 @@ pytest.register_assert_rewrite(
     "duetime.testing.conformance.harness",
     "duetime.testing.conformance.machine",
     "duetime.testing.conformance.ownership",
+    "duetime.testing.conformance.page_sizes",
     "duetime.testing.conformance.timers",
     "duetime.testing.conformance.unreadable",
 )
@@ -42,6 +43,7 @@ pytest.register_assert_rewrite(
 from duetime.testing.conformance.harness import Harness  # noqa: E402 - after register_assert_rewrite
 from duetime.testing.conformance.machine import AgreesWithMemory  # noqa: E402
 from duetime.testing.conformance.ownership import Fences, Lifecycle, Members, Namespaces, Shards, StaleOwners  # noqa: E402
+from duetime.testing.conformance.page_sizes import PageSizes  # noqa: E402
 from duetime.testing.conformance.timers import Identity, Lists, Loads, ReachedRows, Upserts  # noqa: E402
 from duetime.testing.conformance.unreadable import UnreadableRows  # noqa: E402
 
@@ -60,6 +62,7 @@ class StoreConformance(
     ReachedRows,
     Loads,
     Lists,
+    PageSizes,
     UnreadableRows,
     AgreesWithMemory,
 ):

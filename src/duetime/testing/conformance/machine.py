@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from duetime.domain.timer import Extras, Namespace, Outcome, Position, Reached, Timer, TimerKey, shard_of
 from duetime.errors import StoreError, StoreThrottled, StoreUnavailable
-from duetime.store import Batch, Claim, Fence, ListQuery, Member, PageRequest, Store
+from duetime.store import NO_CHARS_MAX, Batch, Claim, Fence, ListQuery, Member, PageRequest, Store
 from duetime.stores.memory import MemoryStore
 from duetime.testing import make_reached, make_timer
 from duetime.testing.conformance.harness import EVERY_OUTCOME, Harness, all_timers, listed, load
@@ -36,6 +36,7 @@ NAMESPACES = ["n", "N"]
 TIMES = st.integers(0, 12)
 SHARD_IDS = st.integers(0, SHARDS - 1)
 KEYS = st.builds(TimerKey, st.sampled_from(NAMESPACES), st.sampled_from(IDS))
+CHARS_MAX = st.sampled_from([0, 8, 9, 10, NO_CHARS_MAX])  # the only payload of some length has 9 characters
 TAGS = st.sampled_from([(), ("x",), ("x", "y")])
 POSITIONS = st.builds(Position, TIMES, st.sampled_from([-(1 << 63), -1, 0, (1 << 63) - 1]), st.integers(-1, 1))
 
@@ -179,7 +180,9 @@ class StoreMachine(RuleBasedStateMachine):
             return replace(newest, nonce=newest.nonce + 1)
         return data.draw(st.sampled_from(self.fences[shard_id]), label="old fence")
 
-    @rule(requests=st.lists(st.builds(PageRequest, SHARD_IDS, POSITIONS, TIMES, st.integers(1, 5)), max_size=4))
+    @rule(
+        requests=st.lists(st.builds(PageRequest, SHARD_IDS, POSITIONS, TIMES, st.integers(1, 5), CHARS_MAX), max_size=4)
+    )
     def load(self, requests: list[PageRequest]) -> None:
         pages = self.run(load(self.store, requests))
         for got, wanted in zip(pages, self.run(load(self.model, requests)), strict=True):
@@ -204,6 +207,8 @@ class StoreMachine(RuleBasedStateMachine):
             id_prefix=st.none() | st.sampled_from(["b", "e", "c%", "😀", ""]),
             tag=st.none() | st.sampled_from(["x", "y", "z"]),
             correlation_id=st.none() | st.sampled_from(["r", "R"]),
+            chars_max=CHARS_MAX,
+            payloads=st.booleans(),
         )
     )
     def list_some(self, query: ListQuery) -> None:

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from duetime.domain.timer import BEFORE_ALL, DAY_MS, Namespace, Position, RetryPolicy, Timer
+from duetime.domain.timer import BEFORE_ALL, DAY_MS, FlowLimits, Namespace, Position, RetryPolicy, Timer
 from duetime.errors import MemberDead, ShardLost
 from duetime.store import Batch, Claim, Committed, Fence, Member, ShardRow, Store
 from duetime.testing import make_reached, make_timer
@@ -145,12 +146,28 @@ class Namespaces(Harness):
             delivered_retention_ms=0,
             failed_retention_ms=DAY_MS,
             payload_bytes_max=10,
+            creates_per_second=20,
+            requests_per_second=30,
             signing_secrets=("one", "two"),
+            paused=True,
+            flows={
+                "größe 'x' \\ 😀": FlowLimits(rate=0.5, concurrency=2, paused=True),
+                "\u0001\n": FlowLimits(rate=1.0),
+            },
         )
         plain = [Namespace(name=name, num_shards=1, created_at_ms=1) for name in ("Full", "full ", "é", "😀")]
         for namespace in (full, *plain):
             assert await store.put_namespace(namespace, None)
         assert await store.namespaces() == sorted([full, *plain], key=lambda namespace: namespace.name)
+
+    async def test_a_namespace_may_have_a_quarter_of_a_mebibyte_of_settings(self, store: Store) -> None:
+        flows = {f"https://receiver.example/{n:0220}": FlowLimits(rate=1.0) for n in range(1_000)}
+        large = Namespace(name="n", num_shards=1, created_at_ms=1, flows=flows)
+        assert 250_000 < len(msgspec.json.encode(flows)) < 262_144
+        assert await store.put_namespace(large, None)
+        assert await store.put_namespace(replace(large, revision=1), 0)
+        (found,) = await store.namespaces()
+        assert found == replace(large, revision=1)
 
     async def test_a_namespace_is_written_only_at_the_expected_revision(self, store: Store) -> None:
         first = Namespace(name="n", num_shards=3, created_at_ms=1, revision=1)

@@ -23,6 +23,7 @@ from duetime.domain.timer import (
     TimerKey,
     shard_of,
 )
+from duetime.domain.wall_clock import HELD_MS, Schedule, ScheduleState
 from duetime.errors import ShardLost
 from duetime.store import Batch, Fence, Found, ListQuery, Member, PageRequest, Store
 from duetime.testing import make_reached, make_timer
@@ -58,6 +59,7 @@ FULL = make_timer(
         last_attempt_at_ms=2,
         late_by_ms=3,
         last_error='HTTP 500 "quoted"',
+        flow_key="shop/größe 😀",
         later={"from a later version": [1, {"deep": "välue"}]},
     ),
 )
@@ -83,12 +85,36 @@ def _other_types(value: object) -> set[type]:
     return set() if type(value) in _PLAIN else {type(value)}
 
 
+SCHEDULED = make_timer(
+    "scheduled",
+    extras=Extras(
+        later=ScheduleState(
+            Schedule(at="2027-01-15T09:00", timezone="Europe/Berlin", repeat="daily", exclude=("2027-12-25",)),
+            after_ms=1_800_000_000_000,
+            number=7,
+            tzdata="2026b",
+            asked="2027-01-15T09:00:00",
+            local="2027-01-15T09:00:00+01:00",
+            later={"from a later version": "välue"},
+        )
+    ),
+)
+PAUSED = make_timer("paused", HELD_MS, extras=Extras(later=ScheduleState(held_ms=5)))
+
+
 class Identity(Harness):
     async def test_a_timer_is_read_back_exactly_as_it_was_put(self, store: Store, fence: Fence) -> None:
         bare = make_timer("bare")
         await put(store, fence, FULL, bare)
         assert await store.get_many([(0, FULL.key), (0, bare.key)]) == [Found(FULL), Found(bare)]
         assert sorted(await all_timers(store), key=lambda timer: timer.timer_id) == [bare, FULL]
+
+    async def test_a_schedule_and_a_pause_are_read_back_exactly(self, store: Store, fence: Fence) -> None:
+        ended = make_reached(SCHEDULED)
+        await put(store, fence, SCHEDULED, PAUSED)
+        await commit_one(store, Batch(fence, (), (), [ended]))
+        found = await store.get_many([(0, SCHEDULED.key), (0, PAUSED.key)])
+        assert found == [Found(SCHEDULED, ended), Found(PAUSED)]
 
     async def test_values_read_back_have_plain_types(self, store: Store, fence: Fence) -> None:
         """A number or text type of the driver compares equal to ours, but cannot be encoded later."""
@@ -513,6 +539,59 @@ class Lists(Harness):
         assert {shard_of(timer.timer_id, SHARDS) for timer in some} <= {0, 1}
         assert await listed(store, ListQuery(namespace="nobody's", num_shards=SHARDS)) == ([], [])
         assert {timer.namespace for timer in timers} == {"test", "other"}
+
+    async def test_a_correlation_id_is_that_of_one_namespace(self, store: Store) -> None:
+        """Namespaces share shards, ids and correlation ids: nobody finds the timers of another tenant by them."""
+        names = ("test", "test ", "Test", "tes", "other")
+        ids = [f"t-{number}" for number in range(2 * SHARDS)]
+        expected: dict[str, tuple[set[str], set[str]]] = {}
+        for shard_id in range(SHARDS):
+            fence = await take(store, shard_id)
+            here = [timer_id for timer_id in ids if shard_of(timer_id, SHARDS) == shard_id]
+            for name in names:
+                scheduled = [make_timer(timer_id, 9, namespace=name, correlation_id="c") for timer_id in here]
+                ended = [make_reached(timer) for timer in scheduled[::2]]
+                others = [
+                    make_timer(f"{kind}-{shard_id}", 9, namespace=name, correlation_id=correlation_id)
+                    for kind, correlation_id in (("none", None), ("upper", "C"), ("space", "c "), ("longer", "cc"))
+                ]
+                await store.commit([Batch(fence, [*scheduled, *others], (), ended)])
+                waiting, over = expected.setdefault(name, (set(), set()))
+                waiting |= set(here)
+                over |= {one.timer.timer_id for one in ended}
+        for name, (waiting, over) in expected.items():
+            for outcomes, wanted in ((frozenset(), waiting), (EVERY_OUTCOME, over)):
+                query = ListQuery(
+                    namespace=name, num_shards=SHARDS, limit=3, correlation_id="c", outcomes=frozenset(outcomes)
+                )
+                timers, reached = await listed(store, query)
+                found = [*timers, *(one.timer for one in reached)]
+                assert {timer.namespace for timer in found} == {name}
+                assert sorted(timer.timer_id for timer in found) == sorted(wanted)
+
+    async def test_every_namespace_of_a_correlation_id_is_found_once(self, store: Store) -> None:
+        fence = await take(store, 0)
+        scheduled = {"a", "a ", "A", "b", "é", "\ud7ff", "😀", "x" * 255}
+        names = scheduled | {"over", "none"}
+        for name in names:
+            await store.put_namespace(Namespace(name=name, num_shards=SHARDS, created_at_ms=1), None)
+        timers = [
+            make_timer(timer_id, 9, namespace=name, correlation_id="c") for name in scheduled for timer_id in ("s", "t")
+        ]
+        ended = make_reached(make_timer("r", 9, namespace="over", correlation_id="c"))
+        others = [make_timer("o", 9, namespace="none", correlation_id=other) for other in (None, "C", "c ", "cc")]
+        await store.commit([Batch(fence, timers, (), [ended])])
+        for other in others:
+            await put(store, fence, other)
+        for correlation_id, wanted in (("c", scheduled | {"over"}), ("nobody's", set())):
+            found: list[str] = []
+            following = await store.next_namespace(correlation_id, "")
+            while following is not None:
+                found.append(following)
+                assert len(found) <= len(names), "it comes to an end"
+                following = await store.next_namespace(correlation_id, following)
+            assert len(found) == len(set(found))
+            assert wanted <= set(found) <= names  # a store without an index finds all
 
     async def test_a_rare_timer_among_many_of_another_namespace_is_found_by_following_next(self, store: Store) -> None:
         fence = await take(store, 0)

@@ -4,6 +4,7 @@ Each client has timers of its own, so that the checker knows the order of its re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,21 +29,24 @@ from duetime.domain.timer import (
 from duetime.errors import Busy, Conflict, DuetimeError, InvalidField, NotFound, OutcomeUnknown
 from duetime.service.service import Service
 from duetime.testing.checker import ClientRequest, Kind, Result, Violation
-from duetime.testing.simulation.network import FORBIDDEN_HEADERS, FORBIDDEN_URL, name_in_history, value_of
+from duetime.testing.simulation.network import FORBIDDEN_HEADERS, FORBIDDEN_URL, HOSTILE, name_in_history, value_of
 
 if TYPE_CHECKING:
     from duetime.testing.simulation.cluster import Instance, SimulatedCluster
 
-__all__ = ["NamespaceClient", "SimClient"]
+__all__ = ["SHARED_FLOW", "HostileClient", "NamespaceClient", "SimClient"]
 
+SHARED_FLOW = "shared"  # the flow key of timers with different origins
 _SKIP_LATE_MS = 1_500
+_HOSTILE_TIMERS = 15  # of each kind
+_HOSTILE_MEMORY_MIN = 200
 _HOSTS = ("ok", "slow", "dead", "flapping", "busy", "again")
 _HOST_WEIGHTS = (12, 2, 2, 4, 1, 1)
 
 DISCONNECTED = object()
 # A client that disconnects and sends the next request has two requests in progress: the first may be applied this much
 # later.
-_DISCONNECTED_MS = 30_000
+DISCONNECTED_MS = 30_000
 
 Call = Callable[[Service], Awaitable[Any]]
 
@@ -98,9 +102,13 @@ class SimClient:
         elif dice < 0.61:
             await self.send_invalid_request(timer)
         else:
-            await self.put(timer, self._random_url(), self._random_delay_ms(), if_absent=dice < 0.65)
+            mode = "if_absent" if dice < 0.65 else "ignore_reached" if dice < 0.72 else ""
+            await self.put(timer, self._random_url(), self._random_delay_ms(), mode=mode)
 
     def _random_url(self) -> str:
+        limited = self.cluster.settings.flows
+        if limited and self.namespace == "default" and self.cluster.rng.random() < 0.5:
+            return self.cluster.rng.choice(list(limited))
         return "http://" + self.cluster.rng.choices(_HOSTS, _HOST_WEIGHTS)[0]
 
     def _random_delay_ms(self) -> int:
@@ -125,14 +133,16 @@ class SimClient:
 
     # --- single requests --------------------------------------------------------------------------
 
-    async def put(self, timer: str, url: str, delay_ms: int, *, if_absent: bool = False) -> None:
-        await self._create(replace(self._spec(timer, url, delay_ms), if_absent=if_absent))
+    async def put(self, timer: str, url: str, delay_ms: int, *, mode: str = "") -> None:
+        """`mode`: "if_absent", "ignore_reached", or "" for a create that replaces whatever there is."""
+        spec = self._spec(timer, url, delay_ms)
+        await self._create(replace(spec, **{mode: True}) if mode else spec)
 
     async def create_again_if_absent(self, timer: str) -> None:
         """Send the last create once more, with ifAbsent: it changes nothing, whatever the first result was."""
         spec = self._specs.get(timer)
         if spec is not None and spec.delay_ms is None:
-            await self._create(replace(spec, if_absent=True))
+            await self._create(replace(spec, if_absent=True, ignore_reached=False))
 
     async def _create(self, spec: TimerSpec) -> None:
         sent_at_ms = self.cluster.now_ms()
@@ -146,6 +156,9 @@ class SimClient:
         last = self._specs.get(spec.timer_id) if spec.if_absent and self.namespace == "default" else None
         is_repeated = last is not None and last.payload == spec.payload
         existed = isinstance(answer, Created) and answer.existed
+        if existed and spec.ignore_reached:
+            self._record(spec.timer_id, Kind.OVER, sent_at_ms, result, value_of(spec.payload), answer=answer)
+            return
         kind = Kind.ENSURE if existed or (is_repeated and result is Result.INFO) else Kind.PUT
         if result is not Result.FAIL:
             self._specs[spec.timer_id] = sent
@@ -289,15 +302,25 @@ class SimClient:
             execute_at_ms=self.cluster.now_ms() + delay_ms,
             callback_url=url,
             payload=self._new_value()[1],
+            flow_key=self._random_flow_key(),
             headers={"x-sim": timer} if self.cluster.rng.random() < 0.1 else None,
             missed=Missed(skip_if_late_by_ms=skip_late_ms) if skip_late_ms else None,
         )
+
+    def _random_flow_key(self) -> str | None:
+        """With an operator some timers of all URLs are in one flow."""
+        cluster = self.cluster
+        return SHARED_FLOW if cluster.settings.operator and cluster.faults_on and cluster.rng.random() < 0.1 else None
 
     def _record_put(
         self, spec: TimerSpec, sent_at_ms: int, result: Result, kind: Kind = Kind.PUT, *, answer: object
     ) -> None:
         value, due_ms = value_of(spec.payload), spec.execute_at_ms or 0
-        self._record(spec.timer_id, kind, sent_at_ms, result, value, due_ms, answer=answer)
+        # Reached rows of other namespaces are purged soon.
+        ignores_reached = spec.ignore_reached and self.namespace == "default"
+        self._record(
+            spec.timer_id, kind, sent_at_ms, result, value, due_ms, ignores_reached=ignores_reached, answer=answer
+        )
 
     def _record(
         self,
@@ -309,6 +332,8 @@ class SimClient:
         due_ms: int = 0,
         *,
         keeps_due: bool = False,
+        ignores_reached: bool = False,
+        repeats: bool = False,
         answer: object = None,
     ) -> None:
         if kind is Kind.PUT and result is Result.OK:
@@ -316,9 +341,19 @@ class SimClient:
         elif kind in (Kind.PUT, Kind.DELETE) and result is not Result.FAIL:
             self._acknowledged.pop(timer, None)
         skip_late_ms = self._skip_late_ms(timer)
-        answered_at_ms = self.cluster.now_ms() + (_DISCONNECTED_MS if answer is DISCONNECTED else 0)
+        answered_at_ms = self.cluster.now_ms() + (DISCONNECTED_MS if answer is DISCONNECTED else 0)
         send_some_request = ClientRequest(
-            self._name(timer), kind, sent_at_ms, answered_at_ms, result, value, due_ms, keeps_due, skip_late_ms
+            self._name(timer),
+            kind,
+            sent_at_ms,
+            answered_at_ms,
+            result,
+            value,
+            due_ms,
+            keeps_due,
+            skip_late_ms,
+            ignores_reached,
+            repeats,
         )
         self.cluster.record_request(send_some_request, self.namespace)
 
@@ -500,3 +535,29 @@ class NamespaceClient:
             if result is Result.OK:
                 what = "was created again with another number of shards"
                 self.cluster.violations.append(Violation("N", self.name, what, ""))
+
+
+class HostileClient:
+    """A tenant whose receivers hang, fail, or ask for an hour without calls, on the hosts of others and on its own."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+
+    async def create_timers(self) -> None:
+        """They are all due at the same time, and are more than any limit that a seed has chosen."""
+        cluster = self._cluster
+        if cluster.config.engine.timers_in_memory_max < _HOSTILE_MEMORY_MIN:
+            return  # the limit of memory is tested by others
+        service = next(iter(cluster.instances.values())).service
+        with contextlib.suppress(DuetimeError):  # whatever is refused, enough of them are created
+            await service.namespaces.create(NamespaceSpec(name=HOSTILE))
+        numbers = range(_HOSTILE_TIMERS)
+        failing = [f"http://ok/{kind}/{number}" for kind in ("500", "503") for number in numbers]
+        hanging = [f"http://{host}/hang/{number}" for number in numbers for host in ("ok", f"hangs-{number}")]
+        due_ms = cluster.now_ms() + 1_000
+        # URLs that fail do not delay others of their namespace; those that hang may use its share.
+        for namespace, urls in (("default", failing), (HOSTILE, failing + hanging)):
+            for number, url in enumerate(urls):
+                spec = TimerSpec(namespace=namespace, timer_id=f"h{number}", execute_at_ms=due_ms, callback_url=url)
+                with contextlib.suppress(DuetimeError):
+                    await service.create(spec)

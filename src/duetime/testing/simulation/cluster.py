@@ -1,23 +1,26 @@
 """A whole cluster in one thread, in virtual time, from one seed.
 
 The engine, shards, flow control and service are the real code. The store is the memory store. Network, clocks and
-destinations are simulated, with faults of every kind.
+receivers are simulated, with faults of every kind.
 
     run = simulate(seed=7)
     assert not run.violations, run.violations[0]
 
 The same seed gives the same history, byte for byte. A run has three phases. In the phase with faults, the faults of
 `Scenario` are injected. In the recovery phase all faults end, and all timers must be reached. In the final phase there
-is no fault, and no timer may be late. The checker compares what the destinations saw with what the clients requested.
+is no fault, and no timer may be late. The checker compares what the receivers got with what the clients requested.
 In addition to the invariants of the checker there are
 
     F  after the last fault all timers are reached
     G  a read returns what was acknowledged before it
     H  a broken instance keeps no shards
-    L  without a fault no timer is late
+    K  the timers that are held and the age of the oldest due one are those of a count by brute force
+    L  without a fault no timer is late, also while the receivers of a hostile namespace hang and fail
     N  no timer fires with settings its namespace never had; no request is acknowledged in a namespace after the
        deletion of that namespace was acknowledged
     P  a request between instances is accepted once: a replay is refused, a new request is not
+    R  the limits of a flow hold for the whole cluster
+    S  without a fault nothing that is paused is called, and all of it after it was resumed
 """
 
 from __future__ import annotations
@@ -31,29 +34,34 @@ from hashlib import blake2b
 from typing import Any, TypeVar, cast
 
 import msgspec
-from msgspec import Struct
 
 from duetime.clock import Clock
 from duetime.cluster.forwarding import CommandAnswer, Forward
 from duetime.config import Config
 from duetime.engine.engine import Engine
 from duetime.engine.ownership import Ownership
-from duetime.engine.shard import Shard
+from duetime.engine.shard import Entry, Phase, Shard, ShardState
 from duetime.errors import StoreError
 from duetime.service.service import Service
 from duetime.store import Store
 from duetime.telemetry import Telemetry
-from duetime.testing.checker import Callback, ClientRequest, Fault, Kind, Result, Violation, find_violations
-from duetime.testing.simulation.clients import NamespaceClient, SimClient
+from duetime.testing.checker import Callback, ClientRequest, Fault, Kind, Result, Violation
+from duetime.testing.occurrences import Pause, PauseRequest, Series
+from duetime.testing.simulation.clients import HostileClient, NamespaceClient, SimClient
+from duetime.testing.simulation.commands import CommandClient
 from duetime.testing.simulation.database import SimDatabase
+from duetime.testing.simulation.flow_limits import LimitWatch
 from duetime.testing.simulation.loop import INSTANCE, SimLoop
 from duetime.testing.simulation.network import Outage, SimDeliverer, SimStore, name_in_history, value_of
-from duetime.testing.simulation.peers import PROTOCOL_ERRORS, SimPeers
+from duetime.testing.simulation.operators import OperatorClient
+from duetime.testing.simulation.peers import SimPeers
+from duetime.testing.simulation.scenario import Run, Scenario
+from duetime.testing.simulation.schedules import ScheduleClient
 from duetime.testing.simulation.settings import Settings, choose_settings, constants_set, default_settings
+from duetime.testing.simulation.violations import violations_of
 from duetime.testing.virtual import START_WALL_MS, VirtualClock
 
 __all__ = [
-    "EARLY_BY_MAX_MS",
     "UNEXPECTED_ERROR_METHODS",
     "Instance",
     "Run",
@@ -66,10 +74,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-# How early a callback may be by the database's clock, if every clock is right or wrong by a constant within
-# engine.clock_skew_max. If clocks jump, the limit is engine.clock_skew_max.
-EARLY_BY_MAX_MS = 25
-_LATE_BY_MAX_MS = 100  # in the final phase: many times the few milliseconds that network and store take
 _OFFSET_MAX_MS = 450
 _BROKEN_FOR_SECONDS = 15.0  # then the instance is restarted, as a service manager would do
 UNEXPECTED_ERROR_METHODS = (
@@ -83,53 +87,6 @@ UNEXPECTED_ERROR_METHODS = (
     "members",
     "purge_reached",
 )
-
-
-class Scenario(Struct, frozen=True, kw_only=True):
-    """The size of a run and how often faults happen. Probabilities are per call or per second of virtual time."""
-
-    instances: int = 3
-    clients: int = 4
-    timers: int = 40  # ids that the clients use again and again
-    burst_timers: int = 120
-    fault_seconds: float = 25.0
-    num_shards: tuple[int, ...] = (1, 4, 4)  # one of these
-    slow_store: float = 0.05  # per call
-    failed_store: float = 0.02
-    unknown_store: float = 0.02  # two thirds of them applied, half of those late
-    torn_commit: float = 0.03  # each batch succeeds or fails by itself, as if every shard had its own transaction
-    torn_answer: float = 0.03  # a load or a purge fails for some of its shards
-    outages: float = 0.06  # per second: of the connection to the database, for one instance or for all
-    unexpected_errors: float = 0.03  # per second: store calls raise an unexpected error, once or several times
-    spoilt_rows: float = 0.01  # per second: the row of a timer can no longer be decoded
-    crashes: float = 0.06
-    freezes: float = 0.06
-    jumps: float = 0.04
-    departures: float = 0.04
-    broken_deliveries: float = 0.003  # per delivery: the deliverer raises
-    broken_connections: float = 0.02  # per delivery: the request is sent again on another connection
-    lost_callback_answers: float = 0.01  # per delivery that was accepted
-    disconnects: float = 0.01  # per request of a client
-    lost_requests: float = 0.03  # per request of a client
-    slow_connects: float = 0.1  # per delivery
-    lost_forwards: float = 0.03  # per forward: the request is lost; the answer is lost as often
-    repeated_forwards: float = 0.05
-    bursts: float = 0.1  # per second: many timers that are due at the same time
-    namespaces: int = 2  # in addition to `default`, created and deleted all the time
-    varied: bool = True  # limits and clocks are chosen by the seed
-
-
-class Run(Struct):
-    """The result of one seed."""
-
-    seed: int
-    violations: list[Violation]
-    requests: int
-    callbacks: int
-    faults: dict[str, int]
-    virtual_seconds: float
-    digest: str
-    history: list[str]
 
 
 # --- the cluster ---------------------------------------------------------------------------------
@@ -224,6 +181,7 @@ class Instance:
 
     def _dropped_all(self) -> None:
         """The instance was declared dead, or joins again after a failed join: it drops its deliveries in flight."""
+        self.cluster.limit_watch.moved()
         now_ms = self.cluster.now_ms()
         self.cluster.allow_repetition(Fault("declared dead", now_ms, now_ms, self.name))
 
@@ -248,14 +206,19 @@ class SimulatedCluster:
         self.config = self.settings.config
         self.instances: dict[str, Instance] = {}
         self.faults_on = False
+        self.cut_off: set[str] = set()  # instances that cannot reach the others
+        self.limit_watch = LimitWatch(self, self.settings.flows)
         self.requests: list[ClientRequest] = []
         self.callbacks: list[Callback] = []
+        self.series: list[Series] = []  # timers with a schedule that nobody changes
+        self.pauses: list[Pause] = []
+        self.pause_requests: list[PauseRequest] = []
         self.violations: list[Violation] = []  # those found during the run; the checker finds the others
         self.faults: Counter[str] = Counter()
         self.repetition_causes: list[Fault] = []  # faults that allow repetitions
         self.history: list[str] = []
         self.timers_left = False
-        self.left_in_deleted_namespaces: list[tuple[str, str]] = []  # timer and value
+        self.left_in_deleted_namespaces: list[tuple[str, str, int]] = []  # timer, value, when
         self._deleted: dict[str, int] = {}  # namespace -> when its deletion was acknowledged
         self._changes: list[asyncio.Task[Any]] = []  # instances that are being replaced
         self._running: dict[str, Instance] = {}  # including those that clients no longer use
@@ -317,7 +280,8 @@ class SimulatedCluster:
             return  # created again by a client at the same time
         self._deleted[name] = self.now_ms()
         self.left_in_deleted_namespaces += [
-            (name_in_history(timer.key), value_of(timer.payload)) for timer in await self.database.scheduled(name)
+            (name_in_history(timer.key), value_of(timer.payload), self.now_ms())
+            for timer in await self.database.scheduled(name)
         ]
 
     def _violated(self, timer: str, what: str) -> None:
@@ -326,14 +290,24 @@ class SimulatedCluster:
     def check_left_in_deleted_namespaces(self) -> None:
         done = [request for request in self.requests if request.result is Result.OK and request.kind is not Kind.DELETE]
         acknowledged = {request.value or request.timer for request in done}
-        for timer, value in self.left_in_deleted_namespaces:
-            if acknowledged & {timer, value}:
+        for timer, value, deleted_at_ms in self.left_in_deleted_namespaces:
+            # A replay that was not acknowledged may have written it, with the value of a timer that is over.
+            is_written = any(
+                request.timer == timer
+                and request.result is not Result.OK
+                and request.sent_at_ms <= deleted_at_ms <= request.answered_at_ms
+                for request in self.requests
+            )
+            if acknowledged & {timer, value} and not is_written:
                 self._violated(
                     timer, f"{value!r} was acknowledged, then the deletion of its namespace, and the timer still exists"
                 )
 
     def running(self) -> list[Instance]:
         return list(self._running.values())
+
+    def is_running(self, name: str) -> bool:
+        return name in self._running
 
     def create_task(self, work: Any) -> asyncio.Task[Any]:
         """Run a coroutine that belongs to no instance."""
@@ -350,6 +324,7 @@ class SimulatedCluster:
         self._launched += 1
         instance = Instance(self, f"i{self._launched}", self.config)
         self.instances[instance.name] = self._running[instance.name] = instance
+        self.limit_watch.moved()
         self.record(f"launch {instance.name}")
         if self.faults_on and self.settings.clocks == "jumps" and self.rng.random() < 0.1:
             self.inject("jump", instance)
@@ -363,6 +338,7 @@ class SimulatedCluster:
         self.instances.pop(instance.name, None)
 
     def _kill(self, instance: Instance) -> None:
+        self.limit_watch.moved()
         self.loop.kill(instance.name)
         self._running.pop(instance.name, None)
 
@@ -377,6 +353,7 @@ class SimulatedCluster:
     async def depart(self, instance: Instance) -> None:
         """A graceful stop: drain, release the shards, leave the cluster."""
         self.instances.pop(instance.name, None)
+        self.limit_watch.moved()
         self.record(f"depart {instance.name}")
         try:
             await instance.create_task(instance.engine.stop())
@@ -398,6 +375,7 @@ class SimulatedCluster:
                 ("departure", scenario.departures),
                 ("outage", scenario.outages * self.settings.outages),
                 ("unexpected errors", scenario.unexpected_errors),
+                ("cut off", scenario.cuts if self.settings.flows else 0.0),
                 ("spoilt row", scenario.spoilt_rows),
             ):
                 if rng.random() < per_second * 0.1 and self.instances:
@@ -418,6 +396,11 @@ class SimulatedCluster:
             self.create_task(self.call_later(rng.uniform(0.5, 5.0), lambda: setattr(instance.clock, "offset_ms", 0)))
         elif kind == "outage":
             self.start_outage(instance)
+        elif kind == "cut off":
+            self.cut_off.add(instance.name)
+            self.record(f"cut off {instance.name}")
+            seconds = rng.choice((0.5, 2.0, 5.0, 15.0))
+            self.create_task(self.call_later(seconds, lambda: self.cut_off.discard(instance.name)))
         elif kind == "spoilt row":
             self.database.spoil_one(rng)
         elif kind == "unexpected errors":
@@ -465,10 +448,42 @@ class SimulatedCluster:
                 instance.service.readiness()
                 if not instance.up:
                     continue
+                self._check_held(instance)
                 if not instance.engine.membership.may_fire():
                     self.allow_repetition(Fault("lease ended", self.now_ms() - 100, self.now_ms(), instance.name))
                 if instance.engine.broken and instance.name in self.instances:
                     self._handle_broken(instance)
+
+    def _check_held(self, instance: Instance) -> None:
+        """Compare what the instance counts with the timers in its shards."""
+        loop = instance.engine.fire_loop
+        shards = instance.engine.shards.values()
+        entries = {entry.ticket: entry for shard in shards for entry in shard.entries.values()}
+        due_later = set(loop.armed_tickets())
+        queued = {ticket for ticket, entry in entries.items() if entry.phase is Phase.QUEUED}
+        waiting = set(loop.flow.tickets())
+        without_namespace = {
+            ticket
+            for ticket, entry in entries.items()
+            if entry.phase is Phase.ARMED and ticket not in due_later and entry.shard.state is ShardState.OPEN
+        }
+        if not (
+            waiting <= queued and len(queued - waiting) <= loop.flow.in_flight + self._left_by_drains(queued, entries)
+        ):
+            what = f"{len(waiting)} timers wait by its count, {len(queued)} are queued or about to be sent"
+            self.violations.append(Violation("K", instance.name, what, ""))
+        now_ms = instance.engine.membership.now_ms()
+        tickets = waiting | without_namespace | due_later
+        oldest_ms = min(
+            (entries[ticket].timer.execute_at_ms for ticket in tickets if ticket in entries), default=now_ms
+        )
+        if loop.oldest_due_ms(now_ms) != (now_ms - oldest_ms if oldest_ms < now_ms else None):
+            what = f"the oldest due timer is {now_ms - oldest_ms} ms old, not {loop.oldest_due_ms(now_ms)}"
+            self.violations.append(Violation("K", instance.name, what, ""))
+
+    def _left_by_drains(self, queued: set[int], entries: dict[int, Entry]) -> int:
+        """Queued timers of shards that drain: they wait for the next owner."""
+        return sum(entries[ticket].shard.state is not ShardState.OPEN for ticket in queued)
 
     def _handle_broken(self, instance: Instance) -> None:
         if instance.broken_since is None:
@@ -488,11 +503,17 @@ class SimulatedCluster:
             self.launch()
         await asyncio.gather(*(instance.started.wait() for instance in self.instances.values()))
         self.create_task(self.watch_instances())
+        await self._set_limits()
         await asyncio.sleep(1)
         self.faults_on = True
         clients = [self.create_task(SimClient(self, f"c{n}").work()) for n in range(self.scenario.clients)]
         clients.append(self.create_task(SimClient(self, "burst").burst()))
+        clients.append(self.create_task(CommandClient(self, "command").work()))
+        clients.append(self.create_task(ScheduleClient(self, "series").create_series()))
+        clients.append(self.create_task(ScheduleClient(self, "schedule").work()))
         clients += [self.create_task(NamespaceClient(self, f"n{n}").work()) for n in range(self.scenario.namespaces)]
+        if self.settings.operator:
+            clients.append(self.create_task(OperatorClient(self).work()))
         injecting = self.create_task(self.inject_faults())
         await asyncio.sleep(self.settings.fault_seconds)
         self.faults_on = False
@@ -501,7 +522,19 @@ class SimulatedCluster:
         await self.recovery_phase()
         await self.final_phase()
 
+    async def _set_limits(self) -> None:
+        if self.settings.exclusive:  # its process does not read what others write
+            [only] = self.instances.values()
+            for key, limits in self.settings.flows.items():
+                await only.create_task(only.service.flows.update("default", key, limits.rate, limits.concurrency))
+        elif self.settings.flows:
+            [namespace] = [row for row in await self.database.namespaces() if row.name == "default"]
+            limited = msgspec.structs.replace(namespace, revision=namespace.revision + 1, flows=self.settings.flows)
+            await self.database.put_namespace(limited, namespace.revision)
+            await asyncio.sleep(1)  # all instances have read it
+
     def _end_faults(self) -> None:
+        self.cut_off.clear()
         for name in list(self.loop.frozen):
             self.loop.resume(name)
         for instance in self._running.values():
@@ -526,13 +559,13 @@ class SimulatedCluster:
     async def final_phase(self) -> None:
         """Without faults, timers that are created now fire on time."""
         await asyncio.sleep(20)
+        if self.settings.operator:
+            await OperatorClient(self).pause_and_resume()
+        await HostileClient(self).create_timers()
         client = SimClient(self, "last")
         for number in range(12):
             await client.put(f"last-{number}", "http://ok", self.rng.randint(500, 4_000))
         await asyncio.sleep(30)
-
-
-# --- violations ----------------------------------------------------------------------------------
 
 
 def simulate(seed: int, scenario: Scenario | None = None) -> Run:
@@ -542,6 +575,7 @@ def simulate(seed: int, scenario: Scenario | None = None) -> Run:
         with constants_set(cluster.settings.constants):
             cluster.loop.run_until_complete(cluster.create_task(cluster.run()))
     finally:
+        cluster.limit_watch.end()
         cluster.loop.close_all()
         asyncio.set_event_loop(None)
     return Run(
@@ -554,43 +588,3 @@ def simulate(seed: int, scenario: Scenario | None = None) -> Run:
         digest=blake2b("\n".join(cluster.history).encode(), digest_size=16).hexdigest(),
         history=cluster.history,
     )
-
-
-def violations_of(cluster: SimulatedCluster) -> list[Violation]:
-    """All violations of a run that has ended."""
-    cluster.check_left_in_deleted_namespaces()
-    jumps = cluster.settings.clocks == "jumps"
-    recorded, over = cluster.database.recorded_at_ms, cluster.database.over_at_ms
-    callbacks = [
-        msgspec.structs.replace(
-            call,
-            recorded_at_ms=recorded.get((call.delivery, call.attempt), 0),
-            over_at_ms=over.get(call.delivery, 0),
-        )
-        for call in cluster.callbacks
-    ]
-    # A timer whose row cannot be decoded is not checked; it must not affect the others.
-    spoilt = {name_in_history(key) for key in cluster.database.spoilt}
-    violations = cluster.violations + find_violations(
-        [request for request in cluster.requests if request.timer not in spoilt],
-        [call for call in callbacks if call.timer not in spoilt],
-        clock_error_ms=cluster.config.engine.clock_skew_max.ms if jumps else EARLY_BY_MAX_MS,
-        faults=cluster.repetition_causes,
-        all_accepted=True,
-    )
-    violations += [Violation("P", "-", kind, "") for kind in PROTOCOL_ERRORS if cluster.faults[kind]]
-    if cluster.timers_left:
-        violations.append(Violation("F", "-", "timers are still scheduled ten minutes after the last fault", ""))
-    return violations + _late(cluster)
-
-
-def _late(cluster: SimulatedCluster) -> list[Violation]:
-    # A timer whose create took long to reach the owner cannot fire before the create was answered.
-    due = {r.value: max(r.due_ms, r.answered_at_ms) for r in cluster.requests if r.timer.startswith("last-")}
-    rate = cluster.config.delivery.rate_per_destination
-    late_by_max_ms = _LATE_BY_MAX_MS + (len(due) * 1_000 // rate if rate else 0)
-    return [
-        Violation("L", call.timer, f"{call.started_at_ms - due[call.value]} ms late without a fault", "")
-        for call in cluster.callbacks
-        if call.value in due and call.attempt == 1 and call.started_at_ms - due[call.value] > late_by_max_ms
-    ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 
 from duetime.clock import Clock
+from duetime.domain.recurrence import state_of
 from duetime.domain.timer import Namespace, Timer, TimerKey
 from duetime.errors import ShardLost
 from duetime.store import Batch, Capabilities, Committed, ListQuery
 from duetime.stores.memory import MemoryStore
+from duetime.testing.occurrences import EndedOccurrence
+from duetime.testing.simulation.network import name_in_history
 
 __all__ = ["SimDatabase"]
 
@@ -22,6 +25,7 @@ class SimDatabase(MemoryStore):
         self.over_at_ms: dict[str, int] = {}  # delivery id -> when it was over: no attempt follows
         self.stored_namespaces: dict[str, list[Namespace]] = {}  # every version of each
         self.spoilt: set[TimerKey] = set()
+        self.ended: list[EndedOccurrence] = []  # of timers with a schedule, in the order they were stored
 
     def _commit(self, batch: Batch) -> Committed | ShardLost:
         shard = self._shards.get(batch.fence.shard_id)
@@ -42,7 +46,25 @@ class SimDatabase(MemoryStore):
                     self.recorded_at_ms.setdefault((old.delivery_id, now.attempts), now_ms)
                 if is_over:
                     self.over_at_ms.setdefault(old.delivery_id, now_ms)
+            self._record_occurrences(batch)
         return result
+
+    def _record_occurrences(self, batch: Batch) -> None:
+        for row in batch.reached:
+            timer = row.timer
+            state = state_of(timer)
+            if state is not None and state.schedule is not None:
+                self.ended.append(
+                    EndedOccurrence(
+                        timer=name_in_history(timer.key),
+                        delivery=timer.delivery_id,
+                        scheduled_ms=timer.scheduled_at_ms,
+                        is_extra=not state.asked,
+                        outcome=row.outcome,
+                        attempts=timer.attempts,
+                        reached_ms=row.reached_at_ms,
+                    )
+                )
 
     async def put_namespace(self, namespace: Namespace, expected_revision: int | None) -> bool:
         written = await super().put_namespace(namespace, expected_revision)

@@ -1,17 +1,18 @@
-"""The connections of a simulated instance to the database and to the destinations, with faults of every kind.
+"""The connections of a simulated instance to the database and to the receivers, with faults of every kind.
 (Connections to other instances: testing/simulation/peers.py.)"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from duetime.delivery import Attempt
+from duetime.domain.headers import check_http_headers
 from duetime.domain.instants import format_instant
 from duetime.domain.settle import AttemptResult, Contact
 from duetime.domain.timer import TimerKey
@@ -22,11 +23,22 @@ from duetime.testing.checker import Callback, Fault, Violation
 if TYPE_CHECKING:
     from duetime.testing.simulation.cluster import SimulatedCluster
 
-__all__ = ["FORBIDDEN_HEADERS", "FORBIDDEN_URL", "Outage", "SimDeliverer", "SimStore", "name_in_history", "value_of"]
+__all__ = [
+    "FORBIDDEN_HEADERS",
+    "FORBIDDEN_URL",
+    "HOSTILE",
+    "Outage",
+    "SimDeliverer",
+    "SimStore",
+    "name_in_history",
+    "value_of",
+]
 
 FORBIDDEN_URL = "http://forbidden"
 FORBIDDEN_HEADERS = {"host": "another"}
 
+HOSTILE = "hostile"  # a namespace whose receivers never answer as they should
+_HANGS_SECONDS = 15.0
 _WRITES = frozenset({"commit", "claim", "release", "purge_reached", "join", "heartbeat", "mark_dead", "put_namespace"})
 
 
@@ -112,6 +124,8 @@ class SimStore:
             cluster.fault("store answer slow" if late else "store call slow")
         if slow and not late:
             await asyncio.sleep(rng.uniform(0.1, 2.0))
+            if self._is_gone:
+                return
         try:
             result: Any = await self.perform(name, inner, args)
         except DuetimeError as error:
@@ -147,7 +161,13 @@ class SimStore:
         _answer(answer, OutcomeUnknown("simulated"))
         if kind == "after":
             await asyncio.sleep(rng.uniform(0.0, 3.0))
-            await _ignore_errors(lambda: inner(*args))
+            if not self._is_gone:
+                await _ignore_errors(lambda: inner(*args))
+
+    @property
+    def _is_gone(self) -> bool:
+        """An exclusive store is in the process: what it has not applied when the process ends is never applied."""
+        return self._cluster.settings.exclusive and not self._cluster.is_running(self._name)
 
     # Outages, and errors that no adapter should raise.
 
@@ -197,30 +217,43 @@ async def _ignore_errors(call: Callable[[], Awaitable[Any]]) -> None:
         await call()
 
 
-# --- destinations --------------------------------------------------------------------------------
+# --- receivers -----------------------------------------------------------------------------------
 
 
 class SimDeliverer:
-    """The deliverer of one instance. The host names the kind of destination: ok, slow, dead, flapping, busy, again."""
+    """The deliverer of one instance. The host names the kind of receiver: ok, slow, dead, flapping, busy, again; the
+    path of a URL that always fails how it does: hang, 500, 503."""
 
     def __init__(self, cluster: SimulatedCluster, name: str) -> None:
         self._cluster = cluster
         self._name = name
 
-    def check(self, url: str) -> None:
+    def check(self, url: str, namespace: str) -> None:
         if url == FORBIDDEN_URL:
             raise ValueError("is forbidden")
 
+    def check_headers(self, url: str, headers: Mapping[str, str]) -> None:
+        check_http_headers(headers)
+
     async def close(self) -> None: ...
 
-    def destination(self, url: str) -> str:
+    def origin(self, url: str) -> str:
         cluster = self._cluster
         if cluster.faults_on and cluster.rng.random() < cluster.scenario.broken_deliveries:
-            cluster.fault("destination unknown")
+            cluster.fault("origin unknown")
             raise ValueError("simulated")
-        return url
+        return "/".join(url.split("/")[:3])
 
     async def deliver(self, attempt: Attempt) -> AttemptResult:
+        timer, watch = attempt.timer, self._cluster.limit_watch
+        call = watch.started(self._name, timer.namespace, timer.flow_key)
+        try:
+            return await self._deliver(attempt)
+        finally:
+            if call is not None:
+                watch.ended(timer.flow_key, call)
+
+    async def _deliver(self, attempt: Attempt) -> AttemptResult:
         cluster, rng, scenario = self._cluster, self._cluster.rng, self._cluster.scenario
         # Connecting takes a short time, and sometimes much longer. The timer may change in that time.
         slow = cluster.faults_on and rng.random() < scenario.slow_connects
@@ -228,8 +261,19 @@ class SimDeliverer:
         if cluster.faults_on and rng.random() < scenario.broken_deliveries * (10 if slow else 1):
             cluster.fault("delivery failed before it began")
             raise ValueError("simulated")
+        if cluster.faults_on and attempt.timer.callback_url == "http://dead" and (dice := rng.random()) < 0.5:
+            if dice < 0.15:
+                cluster.fault("no connection to a message broker")
+                return AttemptResult(Contact.AWAY, error="no connection")
+            return AttemptResult(Contact.UNREACHABLE, error="connection refused")
+        if cluster.faults_on and rng.random() < scenario.shortages:
+            cluster.fault("shortage of sockets")
+            return AttemptResult(Contact.SHORTAGE, error="no socket to spare")
         if attempt.begin() is None:
             return AttemptResult(Contact.NOT_SENT)
+        kind = attempt.timer.callback_url.split("/")[3:4]
+        if kind:
+            return await self._answer_badly(kind[0])
         self._check_namespace(attempt)
         begun_at_ms = 0
         if cluster.faults_on and rng.random() < scenario.broken_connections:
@@ -250,6 +294,13 @@ class SimDeliverer:
             self._allow_repetition(attempt, "delivery failed after it was answered")
             raise ValueError("simulated")
         return result
+
+    async def _answer_badly(self, kind: str) -> AttemptResult:
+        """The URLs of `HostileClient`: they do not recover, and the checker does not watch their timers."""
+        if kind == "hang":
+            await asyncio.sleep(_HANGS_SECONDS)
+            return AttemptResult(Contact.BROKEN, error="no answer in time")
+        return AttemptResult(Contact.ANSWERED, int(kind), retry_after_ms=3_600_000 if kind == "503" else None)
 
     def _check_namespace(self, attempt: Attempt) -> None:
         """Each attempt must be made with settings that the namespace had: its secrets, its retry policy."""
@@ -279,6 +330,7 @@ class SimDeliverer:
             fence=attempt.fence,
             owner=self._name,
             delivery=timer.delivery_id,
+            scheduled_ms=timer.scheduled_at_ms,
             begun_at_ms=begun_at_ms,
         )
         number = cluster.record_callback(call)
@@ -288,9 +340,9 @@ class SimDeliverer:
             cluster.callbacks[number] = replace(call, accepted_at_ms=cluster.now_ms())
             cluster.record(f"accepted {number}")
             if result.body:
-                self._allow_repetition(attempt, "destination asked for another call")
+                self._allow_repetition(attempt, "receiver asked for another call")
             if answer is not None and cluster.faults_on and rng.random() < cluster.scenario.lost_callback_answers:
-                self._allow_repetition(attempt, "answer of a destination lost")
+                self._allow_repetition(attempt, "answer of a receiver lost")
                 result = AttemptResult(Contact.BROKEN, error="connection reset")
         if answer is not None:
             _answer(answer, result)
@@ -305,8 +357,10 @@ class SimDeliverer:
         if cluster.faults_on and url == "http://busy" and rng.random() < 0.4:
             return AttemptResult(Contact.ANSWERED, 503, retry_after_ms=rng.choice((0, 500, 3_000))), 0.0
         seconds = rng.uniform(0.5, 3.0) if url == "http://slow" else rng.uniform(0.0005, 0.01)
+        if url == "http://single":
+            seconds = rng.uniform(0.05, 0.5)
         body = b""
         if url == "http://again" and occurrence < 2:
-            at_ms = cluster.now_ms() + rng.randint(100, 3_000)
+            at_ms = cluster.now_ms() + rng.randint(-1_000, 3_000)  # one in the past means as soon as possible
             body = b'{"ok": true, "nextExecuteAt": "%s"}' % format_instant(at_ms).encode()
         return AttemptResult(Contact.ANSWERED, 200, body), seconds

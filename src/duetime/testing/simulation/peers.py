@@ -18,7 +18,7 @@ from duetime.api.dispatch import Api
 from duetime.cluster.peer_client import PeerClient
 from duetime.errors import Conflict
 from duetime.http.client import Answer, HttpError, Target
-from duetime.http.server import Request, Response
+from duetime.http.messages import Request, Response
 from duetime.testing.simulation.loop import INSTANCE
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ LOST: Final = "forward lost"
 ANSWER_LOST: Final = "answer to a forward lost"
 REPEATED: Final = "forward repeated"
 NOT_CONNECTED: Final = "connection to a peer refused"
+CUT_OFF: Final = "request to or from an instance that is cut off from the others"
 KEPT_BROKEN: Final = "kept connection to a peer broken"
 UNREADABLE: Final = "answer of a peer unreadable"
 ERROR_500: Final = "HTTP 500 from a peer"
@@ -119,6 +120,8 @@ class SimHttp:
         deadline = loop.call_later(timeout_ms / 1_000, _fail, answer, f"no answer within {timeout_ms} ms")
         kept = name in self._kept
         try:
+            if self._cluster.cut_off & {name, INSTANCE.get()}:
+                await self._meet_cut(timeout_ms)
             if not kept:
                 await self._connect(name, plan)
             data = begin()
@@ -139,6 +142,12 @@ class SimHttp:
 
     def _is_up(self, name: str) -> bool:
         return name in _NETWORKS[self._cluster] and name not in self._cluster.loop.killed
+
+    async def _meet_cut(self, timeout_ms: int) -> None:
+        self._cluster.fault(CUT_OFF)
+        if self._cluster.rng.random() < 0.5:
+            await asyncio.sleep(timeout_ms / 1_000)
+        raise HttpError("no connection", sent=False)
 
     async def _connect(self, name: str, plan: _RequestPlan) -> None:
         await asyncio.sleep(plan.there_s)

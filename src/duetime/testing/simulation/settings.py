@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from duetime.config import Config, Duration, load_config
+from duetime.domain.timer import FlowLimits
 from duetime.store import Capabilities
 from duetime.stores.memory import MemoryStore
 
@@ -31,6 +32,8 @@ class Settings(Struct, kw_only=True):
     clocks: str = "jumps"
     payload_chars_max: int = 0  # in addition to the value
     constants: dict[str, int] = {}  # of modules, by their full name
+    operator: bool = False  # changes limits and pauses all the time
+    flows: dict[str, FlowLimits] = {}  # limits of flows of the namespace `default`, by flow key
 
     @property
     def exclusive(self) -> bool:
@@ -72,10 +75,11 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
         engine["write_timeout"] = Duration(rng.choice((700, 1_500, 3_000)))
         outages = 3.0
     if one_in(4):
-        delivery["concurrency_max"] = rng.choice((3, 8))
-        delivery["concurrency_per_destination"] = rng.choice((1, 2, 4))
+        delivery["concurrency_max"] = rng.choice((5, 8))
+        delivery["concurrency_per_origin"] = rng.choice((5, 8))
+        delivery["concurrency_per_flow"] = rng.choice((1, 2, 4))
     if one_in(8):
-        delivery["rate_per_destination"] = rng.choice((10, 50))
+        delivery["rate_per_flow"] = rng.choice((10, 50))
     if one_in(4):
         server["drain_timeout"] = Duration(rng.choice((200, 1_000, 3_000)))
     if one_in(3):
@@ -90,7 +94,8 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
         constants["duetime.engine.engine._PURGED_PER_CALL"] = rng.choice((2, 1_000))
     if one_in(4):
         constants["duetime.engine.fire_loop._FIRED_PER_WAKE_UP"] = rng.choice((1, 10))
-        constants["duetime.engine.flow._IDLE_DESTINATIONS_MAX"] = 2
+        constants["duetime.engine.flow._IDLE_FLOWS_MAX"] = 2
+        constants["duetime.engine.flow_slots._TRIES"] = 1
         constants["duetime.cluster.membership._FORGET_AFTER_MS"] = 6_000
         constants["duetime.engine.ownership._SHARDS_PER_CALL"] = 2
         constants["duetime.engine.ownership._KEYS_PER_CALL"] = 2
@@ -109,9 +114,24 @@ def choose_settings(seed: int, rng: random.Random, num_shards: int, instances: i
     if seed % 8 == 7:  # like SQLite: one process at a time
         settings.instances = 1
         capabilities["exclusive"] = True
+        if settings.clocks == "offset":  # the clock of such a database is that of the process
+            settings.clocks = "right"
     if seed % 40 == 39:  # a long run with few requests
         settings.fault_seconds = 10 * seconds
         settings.rate = 0.15
+    if one_in(3):
+        settings.flows = {
+            "http://limited": FlowLimits(rate=rng.choice((2.0, 5.0, 20.0))),
+            "http://single": FlowLimits(concurrency=rng.choice((1, 2, 5))),
+        }
+    if one_in(3):  # memory is short: small pages, and other work between any two steps
+        settings.constants |= {
+            "duetime.engine.look_ahead._PAGE_TIMERS_MIN": rng.choice((3, 10, 50)),
+            "duetime.engine.look_ahead._FEW_WAITING": rng.choice((1, 5)),
+            "duetime.engine.look_ahead._ENTRIES_PER_STEP": rng.choice((1, 3, 10)),
+        }
+        engine["timers_in_memory_max"] = rng.choice((20, 40, 60))
+    settings.operator = one_in(4)
     settings.capabilities = replace(settings.capabilities, **capabilities)
     settings.config = replace(
         config,

@@ -1,0 +1,1 @@
+"""Connections to message brokers, and the formats of commands and events."""

@@ -1,0 +1,1 @@
+"""Commands that come by other ways than HTTP."""
