@@ -57,6 +57,7 @@ __all__ = ["DEFAULT_URL", "AsyncClient", "AsyncNamespaces"]
 
 DEFAULT_URL = "http://127.0.0.1:8463"
 RETRIES = 5
+_LOOK_UPS_MAX = 32  # at once, after a lost answer to delete_many
 
 R = TypeVar("R")
 
@@ -174,12 +175,13 @@ class AsyncClient:
         listed = builtins.list(timers)
         bodies = [encode_new(new, self.namespace) for new in listed]
         kinds = [CallKind.IDEMPOTENT if new.if_absent else CallKind.NOT_IDEMPOTENT for new in listed]
-        return await self._calls.many(
+        results, _ = await self._calls.many(
             bodies,
             kinds,
             lambda i: self._route_of(_namespace_or(listed[i].namespace, self.namespace), listed[i].timer_id),
             self._calls.create_batch,
         )
+        return results
 
     async def get(self, timer_id: str, *, namespace: str | None = None) -> Timer:
         """Raises NotFound if there is no such timer."""
@@ -196,31 +198,43 @@ class AsyncClient:
 
     async def delete(self, timer_id: str, *, namespace: str | None = None) -> Verdict:
         """Cancel a timer. CANCELLED: no callback will start. IN_FLIGHT: one is in flight, no other will follow.
-        ALREADY_REACHED: the timer was already over."""
+        ALREADY_REACHED: the timer was already over.
+
+        If an answer was lost and the call was sent again, IN_FLIGHT means that there was at least one attempt: whether
+        it was in flight is not known any more."""
         name = _namespace_or(namespace, self.namespace)
         body = _timer_ref(name, timer_id)
-        attempts = 0
+        in_doubt = False
 
         async def attempt(deadline: float) -> Verdict:
-            nonlocal attempts
-            attempts += 1
+            nonlocal in_doubt
             route = self._route_of(name, timer_id)
-            if self._coalesce:
-                return await route.deletes.add(body)
-            answer = await self._calls.attempt(
-                "timers/delete", body, decode_deleted, CallKind.IDEMPOTENT, deadline, route
-            )
+            try:
+                if self._coalesce:
+                    return await route.deletes.add(body)
+                answer = await self._calls.attempt(
+                    "timers/delete", body, decode_deleted, CallKind.IDEMPOTENT, deadline, route
+                )
+            except OutcomeUnknown:
+                in_doubt = True
+                raise
             return answer.verdict
 
         verdict = await self._calls.with_retries(attempt, CallKind.IDEMPOTENT)
-        if attempts > 1 and verdict is Verdict.ALREADY_REACHED:
-            # The timer may be over because an earlier attempt of this call cancelled it. Then that is the verdict.
-            try:
-                if (await self.get(timer_id, namespace=namespace)).state is State.CANCELLED:
-                    return Verdict.CANCELLED
-            except NotFound:
-                pass
+        if in_doubt and verdict is Verdict.ALREADY_REACHED:
+            return await self._verdict_of_lost_answer(timer_id, namespace)
         return verdict
+
+    async def _verdict_of_lost_answer(self, timer_id: str, namespace: str | None) -> Verdict:
+        """The timer is over, perhaps because an earlier attempt of this call cancelled it and the answer was lost. The
+        server counts an attempt before it sends the callback: only without attempts was there certainly none."""
+        try:
+            timer = await self.get(timer_id, namespace=namespace)
+        except NotFound:
+            return Verdict.ALREADY_REACHED
+        if timer.state is not State.CANCELLED:
+            return Verdict.ALREADY_REACHED
+        return Verdict.IN_FLIGHT if timer.attempts else Verdict.CANCELLED
 
     async def delete_many(
         self, timer_ids: Iterable[str], *, namespace: str | None = None
@@ -230,9 +244,23 @@ class AsyncClient:
         listed = builtins.list(timer_ids)
         bodies = [_timer_ref(name, timer_id) for timer_id in listed]
         kinds = [CallKind.IDEMPOTENT] * len(bodies)
-        return await self._calls.many(
+        verdicts, in_doubt = await self._calls.many(
             bodies, kinds, lambda i: self._route_of(name, listed[i]), self._calls.delete_batch
         )
+        free = asyncio.Semaphore(_LOOK_UPS_MAX)
+
+        async def look_up(index: int) -> None:
+            async with free:
+                try:
+                    verdicts[index] = await self._verdict_of_lost_answer(listed[index], namespace)
+                except DuetimeError as error:
+                    verdicts[index] = error
+
+        async with asyncio.TaskGroup() as looking_up:
+            for index in in_doubt:
+                if verdicts[index] is Verdict.ALREADY_REACHED:
+                    looking_up.create_task(look_up(index))
+        return verdicts
 
     async def list(self, *, page_size: int = 500, **filter: Unpack[TimerFilter]) -> AsyncGenerator[Timer, None]:
         """All timers that match. They are read page by page while you iterate."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -161,9 +161,9 @@ class Calls:
 
     async def many(
         self, bodies: Sequence[bytes], kinds: Sequence[CallKind], route_of: Callable[[int], Route], send: Send[R]
-    ) -> list[R | DuetimeError]:
+    ) -> tuple[list[R | DuetimeError], Collection[int]]:
         """Sends all items in batches, then again those that failed and may be retried, by the rules of a single
-        call."""
+        call. Returns the results, and which items had an attempt of unknown outcome."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.timeout_s
         if self.routes.map_pending:
@@ -188,7 +188,7 @@ class Calls:
                 break
             todo = again
             await asyncio.sleep(pause)
-        return [found[index] for index in range(len(bodies))]
+        return [found[index] for index in range(len(bodies))], unknown
 
     def _by_route(self, todo: list[int], route_of: Callable[[int], Route]) -> dict[Route, list[int]]:
         if not self.routes.is_direct:

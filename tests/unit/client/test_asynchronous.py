@@ -222,6 +222,17 @@ async def test_a_delete_whose_response_was_lost_still_returns_cancelled(peer: Pe
     cancelled = timer_json(state="cancelled", outcome="cancelled")
     peer.script = [LOST, Answer({"verdict": "alreadyReached"}), Answer({"timer": cancelled})]
     assert await client.delete("a") is Verdict.CANCELLED
+    attempted = timer_json(state="cancelled", outcome="cancelled", attempts=1)
+    peer.script = [LOST, Answer({"verdict": "alreadyReached"}), Answer({"timer": attempted})]
+    assert await client.delete("a") is Verdict.IN_FLIGHT
     delivered = timer_json(state="delivered", outcome="delivered")
     peer.script = [LOST, Answer({"verdict": "alreadyReached"}), Answer({"timer": delivered})]
     assert await client.delete("a") is Verdict.ALREADY_REACHED
+
+
+async def test_a_delete_that_was_certainly_not_applied_before_asks_for_nothing(
+    peer: Peer, client: AsyncClient
+) -> None:
+    peer.script = [Answer(problem(503, "not_applied"), 503), Answer({"verdict": "alreadyReached"})]
+    assert await client.delete("a") is Verdict.ALREADY_REACHED
+    assert peer.paths == ["timers/delete"] * 2

@@ -124,7 +124,28 @@ async def test_create_many_retries_only_the_timers_that_failed(peer: Peer, clien
     assert [item["timerId"] for item in peer.requests[1][1]["timers"]] == ["b"]
 
 
-async def test_delete_many_is_retried_after_a_lost_response(peer: Peer, client: AsyncClient) -> None:
-    peer.rule = batch_rule
-    peer.script = [LOST]
-    assert await client.delete_many(["a", "b"]) == [Verdict.CANCELLED] * 2
+async def test_delete_many_asks_what_became_of_timers_whose_response_was_lost(
+    peer: Peer, client: AsyncClient
+) -> None:
+    states = {
+        "cancelled": timer_json("cancelled", state="cancelled", outcome="cancelled"),
+        "attempted": timer_json("attempted", state="cancelled", outcome="cancelled", attempts=1),
+        "delivered": timer_json("delivered", state="delivered", outcome="delivered", attempts=1),
+    }
+
+    def rule(path: str, body: Any) -> Answer:
+        if path == "timers/deleteMany":
+            return Answer({"results": [{"verdict": "alreadyReached"} for _ in body["timers"]]})
+        timer = states.get(body["timerId"])
+        return Answer(problem(404, "not_found"), 404) if timer is None else Answer({"timer": timer})
+
+    peer.rule, peer.script = rule, [LOST]
+    assert await client.delete_many([*states, "purged"]) == [
+        Verdict.CANCELLED,
+        Verdict.IN_FLIGHT,
+        Verdict.ALREADY_REACHED,
+        Verdict.ALREADY_REACHED,
+    ]
+    peer.requests.clear()
+    assert await client.delete_many(list(states)) == [Verdict.ALREADY_REACHED] * 3
+    assert peer.paths == ["timers/deleteMany"]  # nothing was lost, nothing is asked
