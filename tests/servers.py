@@ -26,7 +26,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, cast, overload
 
 import pytest
-from scripts.servers import CannotInstall, PgBouncer, Postgres, Server, TiDb, Toxiproxy, new_server
+from scripts.gate.time_limit import not_counted
+from scripts.servers import CannotInstall, PgBouncer, Postgres, Server, ServerError, TiDb, Toxiproxy, new_server
 
 __all__ = ["at_port", "fresh_database", "own", "port_of", "postgres", "require"]
 
@@ -101,7 +102,15 @@ def port_of(url: str) -> int:
 def _start(name: str, **options: Any) -> Server:
     server = new_server(name, **options)
     try:
-        return server.start()
+        with not_counted():
+            server.install()
+        try:
+            return server.start()
+        except CannotInstall:
+            raise
+        except ServerError as error:  # with the end of its log
+            print(f"{name} did not start, and is started once more: {error}")
+            return new_server(name, **options).start()
     except CannotInstall as error:
         _missing[name] = str(error)
     if os.environ.get("CI") == "true":
