@@ -36,6 +36,7 @@ from .gate import ledger
 from .gate.processes import adopt_orphans, end_all
 from .gate.record import Entry, entries_of
 from .gate.second_look import Result, by_module, judged_again, results_of, running, why_no_second_look
+from .servers.server import WATCH_NAME
 
 __all__ = ["OutOfTime", "Run", "commands", "main"]
 
@@ -44,7 +45,7 @@ _PROCESSES = 3
 _MINUTES = 50.0
 _LEAVE_SECONDS = 15.0  # for servers that end when the process that started them has ended
 _PYTEST = [sys.executable, "-m", "pytest"]
-_IN_PARALLEL = [f"--numprocesses={_PROCESSES}", "--dist=loadscope", "--no-loadscope-reorder"]
+_IN_PARALLEL = ["--dist=loadscope", "--no-loadscope-reorder"]
 _SLOWEST = ["--durations=40", "--durations-min=5"]
 _FIXED_SEED = 8463  # of hypothesis, with CI=true
 _TESTS_FAILED, _NOT_FINISHED = 1, 2  # exit codes
@@ -55,7 +56,9 @@ class OutOfTime(Exception):
     """The time of the whole is over."""
 
 
-def commands(paths: list[str], seeds: int | None = None) -> tuple[list[str] | None, list[str] | None]:
+def commands(
+    paths: list[str], seeds: int | None = None, processes: int = _PROCESSES
+) -> tuple[list[str] | None, list[str] | None]:
     """The command of the tests, and the command of the simulator. None: there is nothing to run."""
     of_simulator = [path for path in paths if Path(path).name == "sim"]
     others = [path for path in paths if path not in of_simulator]
@@ -64,7 +67,7 @@ def commands(paths: list[str], seeds: int | None = None) -> tuple[list[str] | No
         simulator = [*_PYTEST, *of_simulator]
     elif seeds:
         simulator = [sys.executable, "-m", "duetime.testing.simulate", "--seeds", str(seeds)]
-    return [*_PYTEST, *_IN_PARALLEL, *_SLOWEST, *others] if others else None, simulator
+    return [*_PYTEST, f"--numprocesses={processes}", *_IN_PARALLEL, *_SLOWEST, *others] if others else None, simulator
 
 
 def main(arguments: list[str]) -> int:
@@ -76,8 +79,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--minutes", type=float, default=_MINUTES, help=f"the time of the whole (default {_MINUTES:.0f})"
     )
+    parser.add_argument("--processes", type=int, default=_PROCESSES, help=f"that run tests (default {_PROCESSES})")
     options = parser.parse_args(arguments)
-    tests, simulator = commands(options.paths, options.seeds)
+    tests, simulator = commands(options.paths, options.seeds, options.processes)
     adopt_orphans()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupted)
@@ -226,11 +230,10 @@ class Run:
 
     def end(self) -> None:
         """Everything that was started."""
+        # Those that remove the folders of database servers end by themselves.
+        end_all(_LEAVE_SECONDS, spared=WATCH_NAME)
         for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        end_all(_LEAVE_SECONDS)
+            process.wait()
 
 
 def _show_unstable(result: Result) -> None:

@@ -52,10 +52,15 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def end_all(within_seconds: float) -> list[str]:
+def end_all(within_seconds: float, *, spared: str = "") -> list[str]:
     """Waits until all processes below this one have ended by themselves, then kills those that have not. Answers the
-    commands of those killed."""
+    commands of those killed. With `spared`, only processes with this in their command line are waited for, and all
+    others are killed at once."""
     deadline = time.monotonic() + within_seconds
+    if spared:
+        for pid in descendants(os.getpid()):
+            if spared not in command_line(pid):
+                kill(pid)
     while descendants(os.getpid()) and time.monotonic() < deadline:
         _collect_ended()
         time.sleep(0.05)

@@ -6,6 +6,7 @@ have made it; `Entry.final` says why. Then there is no second look.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +61,7 @@ _logs: dict[Path, int] = {}  # of Duetime servers that this process has started,
 
 def server_log(log: Path) -> None:
     """Notes the log of a Duetime server: a traceback in it makes the failure of a test final."""
-    _logs.setdefault(log, log.stat().st_size if log.exists() else 0)
+    _logs.setdefault(log, _length_of(log))
 
 
 def why_final(test: str, phase: str, error: BaseException | None, logs: Sequence[tuple[Path, int]] = ()) -> str:
@@ -81,6 +82,10 @@ def _holds_final(error: BaseException | None) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(_holds_final(one) for one in error.exceptions)
     return isinstance(error, FinalFailure)
+
+
+def _length_of(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
 
 
 def _text_of(log: Path, begins_at: int) -> str:
@@ -105,12 +110,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    for log in list(_logs):
-        if log.exists():
-            _logs[log] = log.stat().st_size
-        else:
-            del _logs[log]  # its folder is gone
-    return (yield)
+    for log in _logs:
+        _logs[log] = _length_of(log)
+    begun = _begun(item)
+    _ended_here.clear()
+    if begun is not None and begun.exists():
+        _ended_here.add(item.nodeid)
+    elif begun is not None:
+        begun.touch()
+    result = yield
+    if begun is not None:
+        begun.unlink(missing_ok=True)
+    return result
+
+
+_ended_here: set[str] = set()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """pytest-xdist gives the tests of a process that ended to a new one, and among them the one in which it ended."""
+    if item.nodeid in _ended_here:
+        pytest.fail("a process of the tests ended in this test: it is not started again", pytrace=False)
+
+
+def _begun(item: pytest.Item) -> Path | None:
+    """Exists while the test runs, and if its process ended in it."""
+    record: Path | None = item.config.getoption("--record")
+    if record is None or not hasattr(item.config, "workerinput"):
+        return None
+    return record.parent / f"{hashlib.sha256(item.nodeid.encode()).hexdigest()[:24]}.begun"
 
 
 @pytest.hookimpl(wrapper=True)

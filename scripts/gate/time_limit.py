@@ -100,7 +100,7 @@ class Watchdog:
 
     def _report(self) -> None:
         self._say(f"\n{'=' * 30} TIME LIMIT {'=' * 30}")
-        self._say(f"{self._what} has not ended within {self._limit_seconds:.0f} s. Now this process ends. Where it is:")
+        self._say(f"{self._what} has not ended within {self._limit_seconds:g} s. Now this process ends. Where it is:")
         faulthandler.dump_traceback(self._output, all_threads=True)
         for task in _tasks():
             self._say(f"\n{task!r}"[:500])
@@ -142,13 +142,13 @@ def _first_of(waits: Any, *names: str) -> Any:
 
 def _logs_since(began: float) -> list[Path]:
     """Of servers: tests keep them in folders of their own below the temporary folder."""
-    found: list[tuple[float, Path]] = []
+    found: set[tuple[float, Path]] = set()
     for folder in ("pytest-of-*/pytest-*/**/*.log", "duetime-*/*.log"):
         for log in Path(tempfile.gettempdir()).glob(folder):
             with suppress(OSError):
                 changed = log.stat().st_mtime
-                if changed >= began and not log.is_symlink():
-                    found.append((changed, log))
+                if changed >= began:
+                    found.add((changed, log.resolve()))  # pytest makes links to its newest folders
     return [log for _, log in sorted(found)[-_LOGS_MAX:]]
 
 
