@@ -1,10 +1,10 @@
-"""For all tests: real servers (tests/servers.py), and a Ctrl-C that programs under test can be sent."""
+"""For all tests: the gate (scripts/gate), real servers (tests/servers.py), and a Ctrl-C for programs under test."""
 
 import signal
 
 import hypothesis
 
-pytest_plugins = ["servers"]
+pytest_plugins = ["scripts.gate.record", "scripts.gate.seeds", "scripts.gate.time_limit", "servers"]
 
 # A shell starts what it runs in the background (`make test &`) with SIGINT ignored, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

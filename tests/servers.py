@@ -27,7 +27,19 @@ from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import pytest
-from scripts.servers import CannotInstall, Kafka, Nats, PgBouncer, Postgres, Server, TiDb, Toxiproxy, new_server
+from scripts.gate.time_limit import not_counted
+from scripts.servers import (
+    CannotInstall,
+    Kafka,
+    Nats,
+    PgBouncer,
+    Postgres,
+    Server,
+    ServerError,
+    TiDb,
+    Toxiproxy,
+    new_server,
+)
 from scripts.servers import promtool as find_promtool
 
 __all__ = ["at_port", "fresh_database", "own", "port_of", "postgres", "promtool", "require"]
@@ -96,7 +108,7 @@ def fresh_database(server: Server) -> str:
 
 def promtool() -> Path:
     """The program of Prometheus that checks rules and metrics."""
-    with _needed("promtool"):
+    with _needed("promtool"), not_counted():
         return find_promtool()
 
 
@@ -118,7 +130,15 @@ def port_of(url: str) -> int:
 def _start(name: str, **options: Any) -> Server:
     server = new_server(name, **options)
     with _needed(name):
-        return server.start()
+        with not_counted():
+            server.install()
+        try:
+            return server.start()
+        except CannotInstall:
+            raise
+        except ServerError as error:  # with the end of its log
+            print(f"{name} did not start, and is started once more: {error}")
+            return new_server(name, **options).start()
 
 
 @contextmanager

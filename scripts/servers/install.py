@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _POLICY = Path("/usr/sbin/policy-rc.d")
+_FETCH_SECONDS = 1_800  # for one command; the longest, by far, builds TiDB
 
 
 class CannotInstall(ServerError):
@@ -263,15 +264,19 @@ def _go(what: str) -> str:
 
 
 def _fetch(command: list[str], *, cwd: Path | None = None, **environment: str) -> str:
-    fetched = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
+    try:
+        fetched = subprocess.run(
+            command,
+            cwd=cwd,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_FETCH_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CannotInstall(f"{' '.join(command)} did not end within {_FETCH_SECONDS} s") from error
     if fetched.returncode != 0:
         said = fetched.stdout.decode(errors="replace").strip()
         raise CannotInstall(f"{' '.join(command)} ended with {fetched.returncode}:\n{said[-1_500:]}")
@@ -281,14 +286,18 @@ def _fetch(command: list[str], *, cwd: Path | None = None, **environment: str) -
 def _apt(command: list[str]) -> tuple[bool, str]:
     # RUNLEVEL=1: where services are started by invoke-rc.d, none is started.
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    ran = subprocess.run(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
+    try:
+        ran = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_FETCH_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"it did not end within {_FETCH_SECONDS} s"
     return ran.returncode == 0, ran.stdout.decode(errors="replace")
 
 

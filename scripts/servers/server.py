@@ -19,10 +19,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Self
 
-__all__ = ["Server", "ServerError", "free_port", "listens", "open_to_all"]
+__all__ = ["WATCH_NAME", "Server", "ServerError", "free_port", "listens", "open_to_all"]
 
 # Servers refuse to run as root, and need none of its rights.
 STEP_DOWN_TO = "nobody"
+
+WATCH_NAME = "duetime-server-watch"  # in the command line of the processes that run this script
 
 # Reads the pid of the running server (0: none) line by line; the end of its input is the end of us.
 _WATCH = """
@@ -245,7 +247,7 @@ class Server:
         """
         doomed = str(self.folder) if self.owns_folder else ""
         return subprocess.Popen(
-            ["sh", "-c", _WATCH, "watch", self.stop_signal.name.removeprefix("SIG"), doomed],
+            ["sh", "-c", _WATCH, WATCH_NAME, self.stop_signal.name.removeprefix("SIG"), doomed],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

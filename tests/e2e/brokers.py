@@ -26,6 +26,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.client import JetStreamContext
 from nats.js.errors import NotFoundError
 from real_server import until, wall_ms
+from scripts.gate.record import FinalFailure
 from scripts.servers import Kafka, Link, Nats
 
 from duetime.domain.instants import format_instant, parse_instant
@@ -490,7 +491,8 @@ class Commands:
         violations = find_event_violations(self.requests, await self._broker.events(), reached, self._broker)
         print(f"{self._broker.name}: {self.timers} timers, {len(events)} events")
         listed = "\n".join(violations[:5])
-        assert not violations, f"{len(violations)} violations, the first:\n{listed}"
+        if violations:
+            raise FinalFailure(f"{len(violations)} violations, the first:\n{listed}")
 
 
 def find_event_violations(

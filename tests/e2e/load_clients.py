@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 import msgspec
 from real_server import until, wall_ms
+from scripts.gate.record import FinalFailure
 
 from duetime.domain.instants import format_instant
 from duetime.http.client import HttpError
 from duetime.testing.checker import Callback, ClientRequest, Fault, Kind, Result, find_violations, repetitions
 
-__all__ = ["Client", "Door", "Load", "Receiver", "new_seed"]
+__all__ = ["Client", "Door", "Load", "Receiver"]
 
 
 class Door(Protocol):
@@ -35,13 +36,6 @@ class Receiver(Protocol):
 
     url: str
     callbacks: list[Callback]
-
-
-def new_seed(given: str | None = None) -> int:
-    """Another one each time, unless one is given; printed, so that a failure shows it."""
-    seed = random.randrange(2**32) if given is None else int(given)
-    print(f"seed {seed}")
-    return seed
 
 
 class Client:
@@ -201,4 +195,5 @@ class Load:
             history.write_bytes(msgspec.json.encode(seen))
             print(f"history: {history}")
         listed = "\n".join(str(violation) for violation in violations[:5])
-        assert not violations, f"seed {seed}: {len(violations)} violations, the first:\n{listed}"
+        if violations:
+            raise FinalFailure(f"seed {seed}: {len(violations)} violations, the first:\n{listed}")

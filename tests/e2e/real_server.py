@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from scripts.gate.record import server_log
+
 from duetime.domain.instants import parse_instant
 from duetime.http.client import Answer, HttpClient, HttpError
 from duetime.http.messages import Request, Response
@@ -115,6 +117,7 @@ class RealServer:
             **self.settings,
         }
         command = [sys.executable, *self.program, *self.arguments]
+        server_log(self.log)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, env=clean_environment() | settings, stdout=log, stderr=log)
 

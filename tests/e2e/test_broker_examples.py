@@ -38,11 +38,14 @@ class Examples:
             (folder / block.text.splitlines()[0].removeprefix("# ")).write_text(block.text)
 
     @contextlib.contextmanager
-    def running(self, name: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    def running(
+        self, name: str, *arguments: str, stderr: int | None = None, **environment: str
+    ) -> Iterator[subprocess.Popen[str]]:
+        """Its output can be read; the log of its driver goes to pytest, unless `stderr` says otherwise."""
         command = [sys.executable, "-W", "error", f"{name}.py", *arguments]
         variables = os.environ | self.environment | environment
         with subprocess.Popen(
-            command, env=variables, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, env=variables, cwd=self.folder, stdout=subprocess.PIPE, stderr=stderr, text=True
         ) as process:
             try:
                 yield process
@@ -51,7 +54,7 @@ class Examples:
 
     async def run(self, name: str, *arguments: str, **environment: str) -> str:
         """What it prints until it ends."""
-        with self.running(name, *arguments, **environment) as process:
+        with self.running(name, *arguments, stderr=subprocess.STDOUT, **environment) as process:
             out, _ = await asyncio.to_thread(process.communicate, timeout=SECONDS)
         assert process.returncode == 0, out
         return out

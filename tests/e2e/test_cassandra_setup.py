@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from scripts.servers import Cassandra
@@ -15,6 +18,7 @@ from duetime.errors import SchemaMismatch, SetupError, StoreUnavailable
 from duetime.store import Batch, Member, open_store
 from duetime.stores.cassandra import schema as cassandra_schema
 from duetime.stores.cassandra.address import address_of
+from duetime.stores.cassandra.connection import Connection
 from duetime.stores.cassandra.schema import SCHEMA_VERSION
 from duetime.stores.cassandra.store import CassandraStore, wipe
 from duetime.testing import make_reached, make_timer
@@ -58,6 +62,53 @@ async def test_many_instances_that_start_at_once_make_keyspace_and_tables_once(s
     await stores[0].ensure_shards(2)
     assert len(await stores[7].shards()) == 2
     await asyncio.gather(*(store.close() for store in stores))
+
+
+async def test_a_table_that_is_listed_before_it_can_be_used_is_waited_for(server: Cassandra, url: str) -> None:
+    """A node lists a new table in system_schema some milliseconds before statements can use it."""
+
+    class ListsEarly:
+        """A connection to a node where another instance is creating the table, slowly."""
+
+        def __init__(self, connection: Connection) -> None:
+            self._connection = connection
+            self.creating: asyncio.Task[object] | None = None
+
+        async def execute(self, text: str, *values: object) -> list[Any]:
+            if "system_schema.tables" in text:
+                self.creating = asyncio.create_task(self._create())
+                return [("duetime_schema",)]
+            return await self._connection.execute(text, *values)
+
+        async def _create(self) -> None:
+            await asyncio.sleep(0.2)
+            await self._connection.execute(
+                f"CREATE TABLE {keyspace_of(url)}.duetime_schema (name text PRIMARY KEY, number bigint, text text)"
+            )
+
+    async with cassandra_schema._connected(address_of(url)) as connection:
+        node = ListsEarly(connection)
+        assert await cassandra_schema._recognise(address_of(url), cast(Connection, node)) == 0
+        assert node.creating is not None
+        await node.creating
+    await (await ready(url)).close()
+
+
+async def test_instances_in_processes_of_their_own_start_at_once_on_a_new_keyspace(server: Cassandra, url: str) -> None:
+    """One after the other in one process they are too well behaved to meet each other's half-made tables."""
+    program = (
+        "import asyncio, sys\nfrom duetime.store import open_store\nstore = open_store(sys.argv[1])\n"
+        "sys.stdin.readline()\nasyncio.run(store.migrate())\n"
+    )
+    new = beside(url, "by_processes")
+    starting = [
+        await asyncio.create_subprocess_exec(sys.executable, "-c", program, new, stdin=PIPE, stderr=PIPE)
+        for _ in range(4)
+    ]
+    ended = await asyncio.gather(*(process.communicate(b"now\n") for process in starting))
+    said = [error.decode() for _, error in ended]
+    assert [process.returncode for process in starting] == [0] * 4, said
+    await (await ready(new)).close()
 
 
 async def test_shards_that_two_instances_make_at_once_are_all_there(url: str) -> None:

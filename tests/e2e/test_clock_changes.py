@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from contract import Asker, ended, exists
-from load_clients import Load, new_seed
+from load_clients import Load
 from real_server import RealReceiver, RealServer, until, wall_ms
+from scripts.gate.seeds import new_seed
 
 from duetime.domain.instants import format_instant, parse_instant
 from duetime.testing.checker import Result

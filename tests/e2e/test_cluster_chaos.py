@@ -15,9 +15,9 @@ from typing import Any
 import asyncpg
 import pytest
 from cluster import name_in, staged
-from load_clients import new_seed
 from random_faults import FaultInjector
 from real_server import until, wall_ms
+from scripts.gate.seeds import new_seed
 from scripts.servers import Postgres
 
 from duetime.testing.checker import Fault, Result, find_violations
@@ -40,6 +40,7 @@ def url() -> str:
     return fresh_database(postgres(18))
 
 
+@pytest.mark.time_limit(300 + 3 * FAULTS_SECONDS, "every kind of fault, and each waits until the instances serve again")
 async def test_random_faults_lose_nothing_and_repeat_only_what_was_in_flight(
     tmp_path: Path, own_database: Postgres
 ) -> None:

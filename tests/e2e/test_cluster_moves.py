@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, Instance, Witness, name_in, staged
-from load_clients import Load, new_seed
+from load_clients import Load
 from real_server import until
+from scripts.gate.seeds import new_seed
 
 from duetime.testing.checker import repetitions
 from servers import fresh_database, postgres

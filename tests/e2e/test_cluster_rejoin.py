@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, Instance, name_in, staged
-from load_clients import new_seed
 from real_server import until
+from scripts.gate.seeds import new_seed
 
 from servers import fresh_database, postgres
 

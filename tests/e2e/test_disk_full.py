@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from contract import FAR
-from load_clients import Load, new_seed
+from load_clients import Load
 from real_server import RealReceiver, RealServer, free_port, serve_in_vain, until
+from scripts.gate.seeds import new_seed
 
 ROUNDS = 3
 DISK_BYTES = 32 * 1024 * 1024

@@ -15,9 +15,9 @@ from typing import ClassVar
 
 import pytest
 from cluster import staged
-from load_clients import new_seed
 from random_faults import FaultInjector
 from real_server import wall_ms
+from scripts.gate.seeds import new_seed
 
 from duetime.testing.checker import Fault, Result
 from servers import fresh_database, own, require
@@ -26,6 +26,7 @@ ASKED_FOR = "DUETIME_CHAOS_MINUTES" in os.environ
 FAULTS_SECONDS = float(os.environ.get("DUETIME_CHAOS_MINUTES", "0.3")) * 60
 
 
+@pytest.mark.time_limit(300, "each instance is killed, and each step waits until the shards are shared out")
 class Kills:
     NAME: ClassVar[str]  # of the server, in scripts/servers
 
@@ -57,6 +58,7 @@ class Kills:
             assert len(load.receiver.callbacks) > 200
 
 
+@pytest.mark.time_limit(300 + 3 * FAULTS_SECONDS, "every kind of fault, and each waits until the instances serve again")
 class RandomFaults:
     NAME: ClassVar[str]
     KEEPS_DATA: ClassVar[bool] = True  # the database may be killed and restarted

@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest_asyncio
-from load_clients import Load, new_seed
+from load_clients import Load
 from real_server import RealReceiver, RealServer, free_port, serve_in_vain, until
+from scripts.gate.seeds import new_seed
 
 from duetime.testing.checker import Result
 

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from load_clients import Load, new_seed
+from load_clients import Load
 from real_server import RealReceiver, RealServer
+from scripts.gate.seeds import new_seed
 
 from duetime.testing.checker import Result
 

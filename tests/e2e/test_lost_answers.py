@@ -24,9 +24,7 @@ async def proxy(server: RealServer) -> AsyncIterator[AnswerProxy]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", params=[False, True], ids=["single", "coalesced"])
-async def client(
-    request: pytest.FixtureRequest, proxy: AnswerProxy, namespace: str
-) -> AsyncIterator[AsyncClient]:
+async def client(request: pytest.FixtureRequest, proxy: AnswerProxy, namespace: str) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(proxy.url, namespace=namespace, coalesce=request.param) as client:
         yield client
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from duetime.testing.statement_coverage import Place, Tracer
 __all__ = ["Totals", "caught_by", "report", "run_seeds"]
 
 _SHOWN_MAX = 3
+_SEEDS_AT_A_TIME = 100
 
 
 class Totals(Struct):
@@ -51,17 +53,29 @@ class Totals(Struct):
                 self.failures.append(f"seed {run.seed}: {run.violations[0]}")
 
 
-def run_seeds(first: int, count: int, *, jobs: int | None = None, progress: bool = False) -> Totals:
-    """Seeds first … first+count-1, in parallel."""
+def run_seeds(
+    first: int,
+    count: int,
+    *,
+    jobs: int | None = None,
+    progress: bool = False,
+    minutes_max: float = math.inf,
+    at_least: int = 0,
+) -> Totals:
+    """Seeds first … first+count-1, in parallel. After `minutes_max` it ends early, if `at_least` so many have run."""
     totals = Totals(failed=[], failures=[], faults=Counter(), executed=set())
     started = time.monotonic()
     seeds = range(first, first + count)
     with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=_prepare) as pool:
-        for run, executed in pool.map(_run_one, seeds, chunksize=4):
-            totals.add(run)
-            totals.executed |= executed
-            if progress:
-                _draw_progress(totals, count, time.monotonic() - started)
+        while totals.seeds < count:
+            if totals.seeds >= at_least and time.monotonic() - started > minutes_max * 60:
+                break
+            some = seeds[totals.seeds : totals.seeds + _SEEDS_AT_A_TIME]
+            for run, executed in pool.map(_run_one, some, chunksize=4):
+                totals.add(run)
+                totals.executed |= executed
+                if progress:
+                    _draw_progress(totals, count, time.monotonic() - started)
     if progress:
         print(file=sys.stderr)
     return totals

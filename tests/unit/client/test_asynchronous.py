@@ -230,9 +230,7 @@ async def test_a_delete_whose_response_was_lost_still_returns_cancelled(peer: Pe
     assert await client.delete("a") is Verdict.ALREADY_REACHED
 
 
-async def test_a_delete_that_was_certainly_not_applied_before_asks_for_nothing(
-    peer: Peer, client: AsyncClient
-) -> None:
+async def test_a_delete_that_was_certainly_not_applied_before_asks_for_nothing(peer: Peer, client: AsyncClient) -> None:
     peer.script = [Answer(problem(503, "not_applied"), 503), Answer({"verdict": "alreadyReached"})]
     assert await client.delete("a") is Verdict.ALREADY_REACHED
     assert peer.paths == ["timers/delete"] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from scripted_server import LOST, Answer, Peer, batch_rule, created, problem, timer_json
 
@@ -124,9 +126,7 @@ async def test_create_many_retries_only_the_timers_that_failed(peer: Peer, clien
     assert [item["timerId"] for item in peer.requests[1][1]["timers"]] == ["b"]
 
 
-async def test_delete_many_asks_what_became_of_timers_whose_response_was_lost(
-    peer: Peer, client: AsyncClient
-) -> None:
+async def test_delete_many_asks_what_became_of_timers_whose_response_was_lost(peer: Peer, client: AsyncClient) -> None:
     states = {
         "cancelled": timer_json("cancelled", state="cancelled", outcome="cancelled"),
         "attempted": timer_json("attempted", state="cancelled", outcome="cancelled", attempts=1),

@@ -32,7 +32,7 @@ from duetime.stores.cassandra.errors import error_text, store_error
 from duetime.stores.sessions import CONNECT_SECONDS
 from duetime.telemetry import log
 
-__all__ = ["Client", "Connection", "Statement", "connect"]
+__all__ = ["Client", "Connection", "Row", "Statement", "connect"]
 
 Row = tuple[Any, ...]
 

@@ -26,7 +26,7 @@ try:
 except cassandra.DependencyException as error:  # since Python 3.12 the driver needs libev, which its wheels include
     raise SetupError(f"store.url: Cassandra's driver was built without libev: {error}", field="store.url") from None
 
-__all__ = ["NOT_APPLIED", "TooManyTombstones", "error_text", "setup_error", "store_error"]
+__all__ = ["NOT_APPLIED", "TooManyTombstones", "error_text", "is_unknown_table", "setup_error", "store_error"]
 
 NOT_APPLIED: Final[tuple[type[BaseException], ...]] = (
     cassandra.Unavailable,  # too few live replicas: the round did not begin (but see _is_from_before)
@@ -70,6 +70,13 @@ def _is_before_proposal(error: BaseException) -> bool:
 
 
 _SERIAL: Final = (ConsistencyLevel.SERIAL, ConsistencyLevel.LOCAL_SERIAL)
+
+
+def is_unknown_table(error: BaseException) -> bool:
+    """The statement names a keyspace or a table that the node does not have, or not yet."""
+    return isinstance(error, cassandra.InvalidRequest) and bool(
+        re.search(r"unconfigured table|(table|[Kk]eyspace) .*(does not|doesn't) exist", str(error))
+    )
 
 
 def error_text(error: BaseException) -> str:

@@ -20,8 +20,8 @@ from typing import Any
 from duetime.errors import SchemaMismatch, SetupError, StoreError, StoreUnavailable
 from duetime.store import Danger, Diagnosis
 from duetime.stores.cassandra.address import Address
-from duetime.stores.cassandra.connection import Connection, connect
-from duetime.stores.cassandra.errors import setup_error
+from duetime.stores.cassandra.connection import Connection, Row, connect
+from duetime.stores.cassandra.errors import is_unknown_table, setup_error
 from duetime.telemetry import log
 
 __all__ = ["SCHEMA_VERSION", "check", "diagnose", "migrate", "wipe"]
@@ -29,6 +29,7 @@ __all__ = ["SCHEMA_VERSION", "check", "diagnose", "migrate", "wipe"]
 OLDEST_SERVER = (4, 0)
 LEASE_SECONDS = 60
 LOCK_WAIT_SECONDS = 150
+NEW_TABLE_SECONDS = 20  # until a node can use what it lists
 REPLICAS = 3  # if the URL does not set it and the datacenter has as many nodes
 
 _MIGRATIONS = sorted(
@@ -49,9 +50,10 @@ async def migrate(address: Address) -> None:
             return
         await _create_keyspace(address, connection)
         table_id = uuid.uuid5(_IDS, address.keyspace)
-        await connection.execute(
+        await _execute_on_new(
+            connection,
             f"CREATE TABLE IF NOT EXISTS {_settings(address)} (name text PRIMARY KEY, number bigint, text text)"
-            f" WITH id = {table_id}"
+            f" WITH id = {table_id}",
         )
         async with _lock(address, connection):
             found = await _recognise(address, connection)
@@ -167,13 +169,27 @@ async def _recognise(address: Address, connection: Connection) -> int:
         if foreign := sorted(tables.intersection(_TABLES)):
             raise _url_error(f"{address.label} has a table {foreign[0]} of another program; use a keyspace of its own")
         return 0
-    rows = await connection.execute(f"SELECT number FROM {_settings(address)} WHERE name = 'version'")
+    rows = await _execute_on_new(connection, f"SELECT number FROM {_settings(address)} WHERE name = 'version'")
     version = int(rows[0][0]) if rows else 0
     if version > SCHEMA_VERSION:
         raise SchemaMismatch(
             f"{address.label} has schema {version}, this version knows {SCHEMA_VERSION}: it was used by a newer Duetime"
         )
     return version
+
+
+async def _execute_on_new(connection: Connection, statement: str) -> list[Row]:
+    """For a keyspace or a table that another instance may be creating: a node lists it in system_schema some
+    milliseconds before statements can use it."""
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + NEW_TABLE_SECONDS
+    while True:
+        try:
+            return await connection.execute(statement)
+        except Exception as error:
+            if not is_unknown_table(error) or clock() > give_up_at:
+                raise
+        await asyncio.sleep(0.05)
 
 
 async def _create_keyspace(address: Address, connection: Connection) -> None:
