@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from scripted_server import HOOK, LOST, NEW_YEAR, Answer, Peer, created, timer_json
+from scripted_server import HOOK, LOST, NEW_YEAR, Answer, Peer, created, problem, timer_json
 
 from duetime.client import (
     AsyncClient,
