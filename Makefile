@@ -10,6 +10,7 @@ SEEDS ?= 200
 MINUTES ?= 10
 MODULES ?= engine/shard
 JOBS ?= 2
+RUNS ?= 3
 # Tests that need nothing but Python: no database server, no container, no network.
 UNIT := tests/unit tests/docs tests/conformance/test_stores.py
 # The fast ones first, so that they fail first; then those of which single files take minutes.
@@ -17,7 +18,7 @@ TESTS := $(wildcard tests/unit tests/docs tests/sim tests/e2e tests/conformance)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-nats serve unit test test-tidb check sim prove mutate chaos format bench lock clean
+.PHONY: help demo demo-nats serve unit test steady test-tidb check sim prove mutate chaos format bench lock clean
 
 help: ## list the targets
 	@echo "Duetime: a durable timer service. Targets:"; echo
@@ -37,6 +38,9 @@ unit: $(DEV_READY) ## the fast tests (two minutes, no databases): unit, docs, me
 
 test: check ## set up and pass all tests: check, unit, docs, conformance, simulation, end to end
 	$(BIN)/python -m scripts.run_tests $(TESTS)
+
+steady: $(DEV_READY) ## TESTS="tests/e2e tests/conformance" RUNS=3 times beside two busy loops; names those that fail; can be continued
+	$(BIN)/python -m scripts.gate.steady --runs $(RUNS) $(if $(filter command line environment,$(origin TESTS)),$(TESTS),tests/e2e tests/conformance)
 
 test-tidb: $(DEV_READY) ## the tests of a database on TiDB too, which is built first (a quarter of an hour, 5 GB)
 	DUETIME_TEST_TIDB=1 $(BIN)/python -m pytest -m tidb \

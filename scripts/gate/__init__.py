@@ -7,6 +7,7 @@
 | `seeds` | pytest plugin: the seeds that tests draw; a second look draws the same ones |
 | `processes` | the processes that a run has started, and their end |
 | `second_look` | which failures are looked at again, alone, and what counts then |
+| `steady` | runs tests again and again beside two busy loops: `make steady` |
 | `ledger` | the file of unstable tests, which outlives the checkout |
 
 `scripts/run_tests.py` uses them.

@@ -1,5 +1,5 @@
-"""The ledger of unstable tests: those that failed beside other tests and passed alone. It is in the cache folder, so
-it outlives the checkout.
+"""The ledger of unstable tests: those that failed beside other tests and passed alone, and those that failed in `make
+steady`. It is in the cache folder, so it outlives the checkout.
 
     python -m scripts.gate.ledger            how often each test was unstable, and when last
     python -m scripts.gate.ledger PART       the failures in full of tests whose name has this part
@@ -18,11 +18,11 @@ import msgspec
 
 from scripts.servers.install import cache_folder
 
-__all__ = ["Instability", "add", "ledger_file", "read"]
+__all__ = ["Instability", "add", "head", "ledger_file", "read"]
 
 
 class Instability(msgspec.Struct):
-    """One test that failed once and passed alone."""
+    """One failure of a test."""
 
     test: str
     at: str
@@ -37,11 +37,16 @@ def ledger_file() -> Path:
 
 
 def add(file: Path, test: str, seeds: list[int], failure: str) -> None:
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    entry = Instability(test, at, head.stdout.strip(), round(os.getloadavg()[0], 1), seeds, failure)
+    entry = Instability(test, at, head(), round(os.getloadavg()[0], 1), seeds, failure)
     with file.open("ab") as ledger:
         ledger.write(msgspec.json.encode(entry) + b"\n")
+
+
+def head() -> str:
+    """The commit, for short. Empty: this is not a checkout of git."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()  # noqa: S603
 
 
 def read(file: Path) -> list[Instability]:
