@@ -4,8 +4,9 @@
     python -m scripts.run_tests tests/unit tests/sim                 the tests of the simulator (tests/sim) instead
 
 Most tests wait for servers and processes, so more of them run at the same time than there are processors. The tests of
-one class, or of one file without classes, run in one process, in their order. The simulator only computes: it runs at
-the lowest priority on what the other tests leave of the processors. Its output is kept and printed at the end.
+one class, or of one file without classes, run in one process, in their order. tests/unit and tests/docs come first; if
+one of them fails, the others do not run. The simulator only computes: it runs at the lowest priority on what the other
+tests leave of the processors. Its output is kept and printed at the end.
 
 A second look: up to five failures of tests on real servers and processes run once more after all else has ended, alone,
 with the same seeds. What passes then is unstable: it is named at the end, kept in a ledger (`python -m
@@ -46,6 +47,7 @@ _MINUTES = 50.0
 _LEAVE_SECONDS = 15.0  # for servers that end when the process that started them has ended
 _PYTEST = [sys.executable, "-m", "pytest"]
 _IN_PARALLEL = ["--dist=loadscope", "--no-loadscope-reorder"]
+_CHEAP = ("unit", "docs")  # folders of tests that find a broken tree in two minutes
 _SLOWEST = ["--durations=40", "--durations-min=5"]
 _FIXED_SEED = 8463  # of hypothesis, with CI=true
 _TESTS_FAILED, _NOT_FINISHED = 1, 2  # exit codes
@@ -58,16 +60,18 @@ class OutOfTime(Exception):
 
 def commands(
     paths: list[str], seeds: int | None = None, processes: int = _PROCESSES
-) -> tuple[list[str] | None, list[str] | None]:
-    """The command of the tests, and the command of the simulator. None: there is nothing to run."""
+) -> tuple[list[list[str]], list[str] | None]:
+    """The commands of the tests, one after the other, and the command of the simulator, if there is anything to run."""
     of_simulator = [path for path in paths if Path(path).name == "sim"]
-    others = [path for path in paths if path not in of_simulator]
+    cheap = [path for path in paths if Path(path).name in _CHEAP]
+    others = [path for path in paths if path not in of_simulator and path not in cheap]
     simulator = None
     if of_simulator:
         simulator = [*_PYTEST, *of_simulator]
     elif seeds:
         simulator = [sys.executable, "-m", "duetime.testing.simulate", "--seeds", str(seeds)]
-    return [*_PYTEST, f"--numprocesses={processes}", *_IN_PARALLEL, *_SLOWEST, *others] if others else None, simulator
+    pytest = [*_PYTEST, f"--numprocesses={processes}", *_IN_PARALLEL, *_SLOWEST]
+    return [[*pytest, *stage] for stage in (cheap, others) if stage], simulator
 
 
 def main(arguments: list[str]) -> int:
@@ -114,7 +118,7 @@ class Run:
         fixed = os.environ.get("CI") == "true"
         self._hypothesis = f"--hypothesis-seed={_FIXED_SEED if fixed else int.from_bytes(os.urandom(4))}"
 
-    def all(self, tests: list[str] | None, simulator: list[str] | None) -> int:
+    def all(self, tests: list[list[str]], simulator: list[str] | None) -> int:
         try:
             codes = self._run(tests, simulator)
             self._end_leftovers()
@@ -124,19 +128,23 @@ class Run:
 
     # --- the first pass --------------------------------------------------------------------------
 
-    def _run(self, tests: list[str] | None, simulator: list[str] | None) -> dict[str, int]:
+    def _run(self, tests: list[list[str]], simulator: list[str] | None) -> dict[str, int]:
         """The exit codes of the tests and of the simulator. The simulator's output comes last."""
-        codes = {}
+        codes: dict[str, int] = {}
         with tempfile.TemporaryFile() as output:
-            of_tests = self._start(self._recorded(tests, self._first)) if tests else None
             beside = None
             if simulator:
                 recorded = self._recorded(simulator, self._of_simulator) if "pytest" in simulator else simulator
                 beside = self._start(recorded, output if tests else None)
                 if tests:
                     os.setpriority(os.PRIO_PROCESS, beside.pid, _LOWEST_PRIORITY)
-            if of_tests:
-                codes[_THE_TESTS] = self._wait(of_tests)
+            for stage in tests:
+                if codes.get(_THE_TESTS):
+                    print("\nTests that need no servers have failed: the others do not run.", flush=True)
+                    end_all(0)
+                    self._of_simulator.unlink(missing_ok=True)
+                    return codes
+                codes[_THE_TESTS] = self._wait(self._start(self._recorded(stage, self._first)))
             if beside:
                 if tests:
                     print("\nwaiting for the simulator, which runs beside the tests", flush=True)

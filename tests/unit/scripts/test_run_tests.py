@@ -28,10 +28,9 @@ ONLY_THE_FIRST_TIME = """
 
 
 def test_the_tests_of_the_simulator_run_beside_the_others() -> None:
-    tests, simulator = commands(["tests/unit", "tests/sim", "tests/e2e"], seeds=200)
-    assert tests is not None
+    [tests], simulator = commands(["tests/e2e", "tests/sim", "tests/conformance"], seeds=200)
     assert simulator is not None
-    assert tests[-2:] == ["tests/unit", "tests/e2e"]
+    assert tests[-2:] == ["tests/e2e", "tests/conformance"]
     assert "--dist=loadscope" in tests
     assert simulator[1:] == ["-m", "pytest", "tests/sim"]
 
@@ -44,7 +43,7 @@ def test_seeds_of_the_simulator_run_beside_the_tests() -> None:
 
 def test_tests_can_run_without_the_simulator_and_the_simulator_without_other_tests() -> None:
     assert commands(["tests/unit"])[1] is None
-    assert commands(["tests/sim"])[0] is None
+    assert commands(["tests/sim"])[0] == []
 
 
 class Project:
@@ -151,7 +150,7 @@ def test_what_noise_cannot_make_is_not_looked_at_again(project: Project) -> None
     )
     for file in ("tests/unit/test_b.py", "tests/conformance/test_stores.py"):
         project.write(file, "def test_computes(): assert False")
-    run = project.run("tests")
+    run = project.run("tests/e2e", "tests/conformance", "tests/unit/test_b.py")
     assert (run.returncode, last_line(run)) == (1, "0 passed, 5 failed, 0 unstable, 0 skipped")
     for test, why in {
         "e2e/test_a.py::test_judges": "a verdict of the checker",
@@ -192,6 +191,15 @@ def test_the_simulator_is_not_looked_at_again_and_its_failure_fails_the_whole(pr
     assert (run.returncode, last_line(run)) == (1, "1 passed, 1 failed, 0 unstable, 0 skipped")
     assert "the seeds" in run.stdout
     assert "FAILED tests/sim/test_s.py::test_seeds (a test without servers)" in run.stdout
+
+
+def test_if_a_cheap_test_fails_those_with_servers_and_the_simulator_do_not_run(project: Project) -> None:
+    project.write("tests/unit/test_a.py", "def test_computes(): assert False")
+    project.write("tests/e2e/test_b.py", "def test_asks(): pathlib.Path('asked').touch()")
+    project.write("tests/sim/test_s.py", "def test_seeds(): time.sleep(1_000)")
+    run = project.run("tests/e2e", "tests/sim", "tests/unit")
+    assert (run.returncode, last_line(run)) == (1, "0 passed, 1 failed, 0 unstable, 0 skipped")
+    assert not (project.folder / "asked").exists()
 
 
 def test_a_file_that_cannot_be_imported_fails_the_run(project: Project) -> None:
