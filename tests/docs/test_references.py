@@ -329,3 +329,60 @@ def test_every_class_named_in_the_reference_of_the_client_is_public() -> None:
 
     classes = [m for m in matching(r"[A-Z][a-z]+[A-Za-z]*") if m.document == "docs/reference/python.md"]
     check_each(classes, check)
+
+
+# --- symbols of the code -------------------------------------------------------------------------
+
+GUIDES = ("CONTRIBUTING.md", "docs/ARCHITECTURE.md")
+NAMES_THAT_MODULES_DO_NOT_HAVE = {"utils", "common", "helpers", "manager", "base"}
+SYMBOL = r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\([^`]*\))?`"
+LIST = rf"(?:{SYMBOL}(?:, | and | or ))*{SYMBOL}"
+FILE = r"`([\w./-]+\.(?:py|toml)|(?:src|tests|benchmarks|scripts|docs)/[\w./-]+)`"
+
+
+def named_beside_a_file(text: str) -> Iterator[tuple[str, str]]:
+    """Of "`a`, `b` and `c` in `file.py`" and "`a` (`file.py`)" each symbol, with the file."""
+    for match in re.finditer(rf"({LIST}),? (?:in |of |\(){FILE}", text):
+        for symbol in re.findall(SYMBOL, match[1]):
+            yield symbol, match[match.lastindex or 0]
+
+
+def source_of(file: str) -> str:
+    [found] = [path for path in (ROOT / file, PACKAGE / file) if path.exists()]
+    files = [found] if found.is_file() else sorted(found.rglob("*.py"))
+    return "\n".join(path.read_text("utf-8") for path in files)
+
+
+def test_every_symbol_that_a_guide_names_beside_a_file_is_in_that_file() -> None:
+    named = [
+        (guide, symbol, file)
+        for guide in GUIDES
+        for line in (ROOT / guide).read_text("utf-8").splitlines()
+        for symbol, file in named_beside_a_file(line)
+    ]
+
+    def check(mention: tuple[str, str, str]) -> None:
+        _, symbol, file = mention
+        source = source_of(file)
+        for part in symbol.split("."):
+            assert re.search(rf"\b{part}\b", source), f"{part} is not in {file}"
+
+    assert len(named) > 10
+    check_each(named, check)
+
+
+def test_every_symbol_that_a_guide_names_is_somewhere_in_the_source() -> None:
+    source = "\n".join(source_of(folder) for folder in ("src", "tests", "benchmarks", "scripts"))
+    source += (ROOT / "pyproject.toml").read_text("utf-8") + (ROOT / "Makefile").read_text("utf-8")
+    symbols = [
+        Mention(guide, symbol)
+        for guide in GUIDES
+        for symbol in re.findall(SYMBOL, (ROOT / guide).read_text("utf-8"))
+        if symbol not in NAMES_THAT_MODULES_DO_NOT_HAVE
+    ]
+
+    def check(mention: Mention) -> None:
+        for part in mention.text.split("."):
+            assert re.search(rf"\b{part}\b", source), f"{part} is nowhere in the source"
+
+    check_each(symbols, check)
