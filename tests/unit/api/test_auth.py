@@ -113,6 +113,15 @@ def test_a_token_has_its_namespaces_and_none_means_all() -> None:
     every.require_namespace("default")
 
 
+@pytest.mark.parametrize("other", ["team-10", "team-", "team", "tea", "TEAM-1", "team-1 ", "my-team-1", "-1", ""])
+def test_a_namespace_is_allowed_by_its_whole_name(other: str) -> None:
+    caller = gate(token("t", namespaces=("team-1", "sales"))).caller(request(authorization="Bearer t"))
+    assert caller.may_see("team-1")
+    assert not caller.may_see(other)
+    with pytest.raises(Forbidden, match="does not allow the namespace"):
+        caller.require_namespace(other)
+
+
 # --- pages of web sites --------------------------------------------------------------------------
 
 _PAGES = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 from scripted_server import LOST, Answer, Peer, batch_rule, created, problem
@@ -64,6 +65,26 @@ async def test_coalesced_creates_with_if_absent_are_retried_separately_from_plai
         )
     assert isinstance(plain, OutcomeUnknown)
     assert isinstance(safe, Created)
+
+
+async def test_a_caller_that_gives_up_while_its_request_is_in_flight_does_not_shift_the_results(peer: Peer) -> None:
+    arrived, may_answer = threading.Event(), threading.Event()
+
+    def answer_later(path: str, body: Any) -> Answer:
+        arrived.set()
+        may_answer.wait()
+        return batch_rule(path, body)
+
+    peer.rule = answer_later
+    async with AsyncClient(peer.url, coalesce=True) as client:
+        tasks = [asyncio.ensure_future(client.create(n, delay=1)) for n in "abc"]
+        assert await asyncio.to_thread(arrived.wait, 10)
+        tasks[0].cancel()
+        may_answer.set()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(done[0], asyncio.CancelledError)
+    assert [result.timer.timer_id for result in done[1:] if isinstance(result, Created)] == ["b", "c"]
+    assert [[item["timerId"] for item in body["timers"]] for _, body in peer.requests] == [["a", "b", "c"]]
 
 
 async def test_a_cancelled_caller_does_not_disturb_the_others(peer: Peer) -> None:

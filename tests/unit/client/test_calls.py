@@ -28,6 +28,10 @@ UNKNOWN = Answer(problem(503, "outcome_unknown"), 503, "retry-after: 0\r\n")
 BUSY = Answer(problem(429, "busy"), 429, "retry-after: 0\r\n")
 
 
+# Without a problem document, so not of Duetime: a proxy that may have lost the answer of the server.
+GATEWAYS = [Answer("gateway", status) for status in (502, 503, 504)]
+
+
 @pytest.mark.parametrize("refusal", [NOT_APPLIED, BUSY])
 async def test_a_plain_create_is_retried_if_nothing_was_applied(
     peer: Peer, client: AsyncClient, refusal: Answer
@@ -52,7 +56,7 @@ async def test_a_retry_after_longer_than_the_timeout_ends_the_call_at_once(peer:
     assert len(peer.requests) == 1
 
 
-@pytest.mark.parametrize("doubt", [UNKNOWN, LOST, Answer("bad gateway", 502), Answer({"timer": 1})])
+@pytest.mark.parametrize("doubt", [UNKNOWN, LOST, *GATEWAYS, Answer({"timer": 1})])
 async def test_a_plain_create_of_unknown_outcome_is_never_retried(
     peer: Peer, client: AsyncClient, doubt: Answer
 ) -> None:
@@ -70,7 +74,7 @@ async def test_a_plain_create_is_not_sent_twice_if_a_kept_connection_ends(peer: 
     assert len(peer.requests) == 2
 
 
-@pytest.mark.parametrize("doubt", [UNKNOWN, LOST])
+@pytest.mark.parametrize("doubt", [UNKNOWN, LOST, *GATEWAYS])
 async def test_a_create_with_if_absent_is_retried_after_an_unknown_outcome(
     peer: Peer, client: AsyncClient, doubt: Answer
 ) -> None:
@@ -89,7 +93,7 @@ async def test_an_unknown_outcome_stays_unknown_after_later_failures(peer: Peer,
     assert "may have been applied" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("doubt", [UNKNOWN, LOST, NOT_APPLIED, BUSY, Answer("gateway", 504)])
+@pytest.mark.parametrize("doubt", [UNKNOWN, LOST, NOT_APPLIED, BUSY, *GATEWAYS])
 async def test_a_read_is_retried_after_any_lost_response(peer: Peer, client: AsyncClient, doubt: Answer) -> None:
     peer.script = [doubt, Answer({"timer": timer_json()})]
     assert (await client.get("a")).timer_id == "a"
@@ -124,6 +128,31 @@ async def test_create_many_retries_only_the_timers_that_failed(peer: Peer, clien
     results = await client.create_many([NewTimer(name, delay=1) for name in "abc"])
     assert [type(result) for result in results] == [Created, Created, InvalidField]
     assert [item["timerId"] for item in peer.requests[1][1]["timers"]] == ["b"]
+
+
+async def test_in_create_many_an_unknown_outcome_stays_unknown_after_later_failures(
+    peer: Peer, client: AsyncClient
+) -> None:
+    not_applied = Answer({"results": [{"error": problem(503, "not_applied")}]})
+    peer.script = [LOST, not_applied, not_applied]
+    [result] = await client.create_many([NewTimer("a", delay=1, if_absent=True)])
+    assert isinstance(result, OutcomeUnknown)
+    assert len(peer.requests) == 3
+    peer.script = [LOST, Answer({"results": [{"error": problem(409, "if_absent")}]})]
+    [result] = await client.create_many([NewTimer("a", delay=1, if_absent=True)])
+    assert isinstance(result, Conflict)
+    peer.script = [LOST, not_applied, not_applied]
+    [verdict] = await client.delete_many(["a"])
+    assert isinstance(verdict, OutcomeUnknown)
+
+
+async def test_in_create_many_plain_creates_of_unknown_outcome_are_not_sent_again(
+    peer: Peer, client: AsyncClient
+) -> None:
+    peer.script = [LOST]
+    results = await client.create_many([NewTimer(name, delay=1) for name in "ab"])
+    assert [type(result) for result in results] == [OutcomeUnknown] * 2
+    assert len(peer.requests) == 1
 
 
 async def test_delete_many_asks_what_became_of_timers_whose_response_was_lost(peer: Peer, client: AsyncClient) -> None:
