@@ -46,7 +46,8 @@ class AnswerProxy:
             from_server, to_server = await asyncio.open_connection("127.0.0.1", self._to_port)
             asking = asyncio.create_task(self._pass_on(reader, to_server))
             try:
-                await self._pass_answers(from_server, writer)
+                with suppress(asyncio.CancelledError):  # by __aexit__; asyncio logs a handler that was cancelled
+                    await self._pass_answers(from_server, writer)
             finally:
                 asking.cancel()
                 to_server.close()
