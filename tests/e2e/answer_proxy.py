@@ -17,11 +17,11 @@ class AnswerProxy:
     def __init__(self, to_port: int) -> None:
         self._to_port = to_port
         self._to_lose = 0
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self.lost: list[bytes] = []
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -29,7 +29,8 @@ class AnswerProxy:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         self._server.close()
-        for connection in self._connections:
+        for connection, writer in self._connections.items():
+            writer.close()  # also if the task is cancelled before its first step
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
         await self._server.wait_closed()
@@ -38,21 +39,21 @@ class AnswerProxy:
         """The next answers do not arrive: the connection breaks instead."""
         self._to_lose = count
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._connections[task] = writer
+        task.add_done_callback(self._connections.pop)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             from_server, to_server = await asyncio.open_connection("127.0.0.1", self._to_port)
             asking = asyncio.create_task(self._pass_on(reader, to_server))
             try:
-                with suppress(asyncio.CancelledError):  # by __aexit__; asyncio logs a handler that was cancelled
-                    await self._pass_answers(from_server, writer)
+                await self._pass_answers(from_server, writer)
             finally:
                 asking.cancel()
                 to_server.close()
         finally:
-            self._connections.discard(task)
             writer.close()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

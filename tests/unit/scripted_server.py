@@ -84,11 +84,22 @@ class Peer:
 
     async def _serve(self) -> None:
         self._stopped = asyncio.Event()
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=2**26)
+        connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(self._connection(reader, writer))
+            connections[task] = writer
+            task.add_done_callback(connections.pop)
+
+        server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=2**26)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._listening.set()
         await self._stopped.wait()
         server.close()
+        # A task that is cancelled before its first step never gets to its `finally`: the writers are closed here.
+        for writer in connections.values():
+            writer.close()
+        await asyncio.gather(*connections, return_exceptions=True)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
