@@ -44,6 +44,7 @@ __all__ = ["OutOfTime", "Run", "commands", "main"]
 _LOWEST_PRIORITY = 19
 _PROCESSES = 3
 _MINUTES = 50.0
+_LOOK_SECONDS = 0.2
 _LEAVE_SECONDS = 15.0  # for servers that end when the process that started them has ended
 _PYTEST = [sys.executable, "-m", "pytest"]
 _IN_PARALLEL = ["--dist=loadscope", "--no-loadscope-reorder"]
@@ -110,7 +111,7 @@ class Run:
     def __init__(self, folder: Path, minutes: float) -> None:
         self._folder = folder
         self._began = time.monotonic()
-        self._ends_at = self._began + minutes * 60
+        self.ends_at = self._began + minutes * 60
         self._minutes = minutes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first, self._again = folder / "first.jsonl", folder / "again.jsonl"
@@ -165,10 +166,10 @@ class Run:
         return process
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        try:
-            return process.wait(max(0.0, self._ends_at - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise OutOfTime from None
+        while time.monotonic() < self.ends_at:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK_SECONDS)
+        raise OutOfTime
 
     # --- the second look -------------------------------------------------------------------------
 

@@ -69,8 +69,8 @@ def pieces_of(paths: Sequence[str]) -> list[list[str]]:
 
 
 @contextmanager
-def _busy() -> Iterator[None]:
-    loops = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(_BUSY_LOOPS)]  # noqa: S603
+def _busy(count: int) -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]  # noqa: S603
     try:
         yield
     finally:
@@ -79,12 +79,12 @@ def _busy() -> Iterator[None]:
             loop.wait()
 
 
-def _run_piece(files: Sequence[str], progress: Progress) -> None:
+def _run_piece(files: Sequence[str], progress: Progress, *, processes: int, busy_loops: int) -> None:
     """Adds to the progress only when the piece has ended."""
     with tempfile.TemporaryDirectory(prefix="duetime-steady-") as folder:
         record = Path(folder) / "record.jsonl"
-        command = [sys.executable, "-m", "pytest", f"--numprocesses={_PROCESSES}", "--dist=loadscope", *files]
-        with _busy():
+        command = [sys.executable, "-m", "pytest", f"--numprocesses={processes}", "--dist=loadscope", *files]
+        with _busy(busy_loops):
             try:
                 code = subprocess.run(  # noqa: S603
                     [*command, "--no-loadscope-reorder", "-q", "--tb=no", f"--record={record}"],
@@ -114,6 +114,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files and folders of tests")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="how often each test runs (default 3)")
+    parser.add_argument("--processes", type=int, default=_PROCESSES, help=f"that run tests (default {_PROCESSES})")
+    parser.add_argument("--busy-loops", type=int, default=_BUSY_LOOPS, help=f"beside them (default {_BUSY_LOOPS})")
     parser.add_argument("--again", action="store_true", help="begin anew, also if an earlier run was stopped")
     options = parser.parse_args(arguments)
     adopt_orphans()
@@ -134,19 +136,19 @@ def main(arguments: list[str]) -> int:
                         f"\nrun {run + 1} of {options.runs}, piece {ended + 1} of {of}, {minutes:.0f} minutes so far:"
                     )
                     print(" ".join(files), flush=True)
-                    _run_piece(files, progress)
+                    _run_piece(files, progress, processes=options.processes, busy_loops=options.busy_loops)
                     progress.done.append((run, number))
                     progress.write(file)
     except KeyboardInterrupt:
         end_all(_LEAVE_SECONDS)
         print(f"\nstopped: the same command continues with piece {len(progress.done) + 1}")
         return 130
-    _report(progress, options.runs)
+    _report(progress, options.runs, options.busy_loops)
     return 1 if progress.failed else 0
 
 
-def _report(progress: Progress, runs: int) -> None:
-    print(f"\n{progress.tests} tests in {runs} runs beside {_BUSY_LOOPS} busy loops (load {os.getloadavg()[0]:.1f})")
+def _report(progress: Progress, runs: int, busy_loops: int) -> None:
+    print(f"\n{progress.tests} tests in {runs} runs beside {busy_loops} busy loops (load {os.getloadavg()[0]:.1f})")
     for test, count in Counter(progress.failed).most_common():
         print(f"FAILED {count} of {runs} times: {test}")
     print(f"{len(progress.failed)} tests failed at least once", flush=True)
