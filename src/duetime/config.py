@@ -8,7 +8,6 @@ only a warning: other programs set variables too, such as Kubernetes for a servi
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import os
 import re
 import tomllib
@@ -20,12 +19,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from duetime.addresses import split_advertise
 from duetime.domain.instants import format_duration, parse_duration
 from duetime.domain.timer import SHARDS_MAX
 from duetime.errors import SetupError
 from duetime.printable import redacted_url
 
-__all__ = ["RENAMED", "SECTIONS", "Config", "load_config", "shown", "split_advertise"]
+__all__ = ["RENAMED", "SECTIONS", "Config", "load_config", "shown"]
 
 # Variables of the command line and the clients, not settings of the server.
 _CLIENT_VARIABLES = frozenset({"DUETIME_URL", "DUETIME_TOKEN", "DUETIME_CONFIG"})
@@ -369,30 +369,6 @@ def _duration(kind: type, value: Any) -> Any:
     if not isinstance(value, str):
         raise ValueError('must be a duration in quotes, such as "90s"')
     return Duration(parse_duration(value))
-
-
-_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
-
-
-def split_advertise(text: str) -> tuple[str, int | None]:
-    """ "10.0.0.5:8463" or "[fd00::5]:8463" as host and port; the port may be missing. Otherwise a ValueError."""
-    try:
-        return _reachable(str(ipaddress.ip_address(text))), None
-    except ValueError:
-        host, colon, port = text.rpartition(":") if re.search(r":\d+$", text) else (text, "", "")
-    if host.startswith("[") and host.endswith("]"):
-        host = str(ipaddress.IPv6Address(host[1:-1]))
-    elif _HOST.fullmatch(host) is None:
-        raise ValueError(text)
-    if colon and not 1 <= int(port) <= 65_535:
-        raise ValueError(text)
-    return _reachable(host), int(port) if colon else None
-
-
-def _reachable(host: str) -> str:
-    if host in ("0.0.0.0", "::"):
-        raise ValueError(host)
-    return host
 
 
 def _check(config: Config) -> None:

@@ -56,6 +56,7 @@ class MessageBrokers:
     def __init__(self, config: Config, clock: Clock, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._brokers: list[_Broker] = []
+        self._stopped = False
         if config.nats.url:
             self._brokers.append(_nats(config.nats, clock, telemetry))
         if config.kafka.servers:
@@ -82,12 +83,14 @@ class MessageBrokers:
         if self._brokers:
             service.brokers = self.status
 
-    def start_intakes(self) -> None:
+    async def start_intakes(self) -> None:
         for intake in self._intakes():
             intake.start()
 
     async def stop_intakes(self) -> None:
-        await asyncio.gather(*(intake.stop() for intake in self._intakes()))
+        """Also those that are open and not started. A second call does nothing."""
+        intakes, self._stopped = [] if self._stopped else self._intakes(), True
+        await asyncio.gather(*(intake.stop() for intake in intakes))
 
     async def close(self) -> None:
         """The deliverers are closed by the router that has them."""

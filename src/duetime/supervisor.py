@@ -26,13 +26,15 @@ from typing import Final, NoReturn
 
 import msgspec
 
+from duetime.addresses import worker_listen
 from duetime.api.auth import check_binding
-from duetime.app import READY, Worker, bind_listener, log_warnings, run, store_name, worker_listen
 from duetime.clock import SystemClock
 from duetime.cluster.peer_protocol import Reply, encode, read_reply, reply_of
 from duetime.config import Config
 from duetime.descriptors import raised_limit, size
 from duetime.errors import DuetimeError, SetupError
+from duetime.listener import bind_listener
+from duetime.process import READY, Worker, log_warnings, run, store_name
 from duetime.store import open_store
 from duetime.telemetry import log, set_up_logging
 
@@ -102,7 +104,10 @@ def _bind_ports(config: Config) -> list[socket.socket]:
     host = config.server.listen.rpartition(":")[0]
     with ExitStack() as probes:
         ports = []
-        for listen in (config.server.listen, *(worker_listen(config, number) for number in workers)):
+        for listen in (
+            config.server.listen,
+            *(worker_listen(config.server.listen, config.cluster.worker_ports, number) for number in workers),
+        ):
             # Without SO_REUSEPORT: with it, the address of another Duetime server would seem free.
             for sock in bind_listener(listen):
                 probes.enter_context(sock)

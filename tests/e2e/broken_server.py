@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-import duetime.app
+import duetime.process
 from duetime.config import load_config
 from duetime.testing.mutants import MUTANTS
 
@@ -16,7 +16,7 @@ from duetime.testing.mutants import MUTANTS
 def main(name: str) -> int:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     with mutant.applied():
-        return duetime.app.run(load_config())
+        return duetime.process.run(load_config())
 
 
 if __name__ == "__main__":

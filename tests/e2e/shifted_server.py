@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import duetime.app
+import duetime.process
 import duetime.stores.sqlite.store
 from duetime.clock import SystemClock
 from duetime.config import load_config
@@ -27,7 +28,7 @@ class ShiftedClock(SystemClock):
 def main(folder: Path) -> int:
     setattr(duetime.app, "SystemClock", lambda: ShiftedClock(folder / "duetime"))  # noqa: B010 - mypy sees a class
     setattr(duetime.stores.sqlite.store, "SystemClock", lambda: ShiftedClock(folder / "store"))  # noqa: B010
-    return duetime.app.run(load_config())
+    return duetime.process.run(load_config())
 
 
 if __name__ == "__main__":

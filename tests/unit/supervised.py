@@ -20,8 +20,8 @@ import sys
 import time
 from pathlib import Path
 
-from duetime.app import READY, Worker
 from duetime.errors import SetupError
+from duetime.process import READY, Worker
 from duetime.supervisor import Supervisor
 from duetime.telemetry import set_up_logging
 

@@ -51,7 +51,7 @@ def test_a_broker_that_is_away_does_not_stop_the_start_and_is_reported(
         await brokers.start()
         service = _Service()
         await brokers.open_intakes(cast(Service, service))
-        brokers.start_intakes()
+        await brokers.start_intakes()
         try:
             (status,) = brokers.status()
             assert (status.name, status.connected, status.consuming, status.waiting) == (broker, False, False, None)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from duetime.app import store_name
 from duetime.config import Config, load_config, shown
 from duetime.errors import SetupError
 from duetime.printable import printable, printable_json, printable_lines, redacted_url
+from duetime.process import store_name
 from duetime.store import open_store
 
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -18,15 +17,11 @@ from typing import Any
 
 import pytest
 
-from duetime.app import App, _until_stop, own_address
-from duetime.config import Config, load_config, split_advertise
+from duetime.addresses import split_advertise
+from duetime.config import Config, load_config
 from duetime.errors import SetupError
-from duetime.http.client import HttpClient
 from duetime.http.listeners import bind_sockets
-from duetime.stores.memory import MemoryStore
 from duetime.supervisor import pause_before_start_ms, run_workers
-from duetime.telemetry import log
-from duetime.testing.faulty import FaultyStore
 
 POSTGRES = "postgresql://nobody@127.0.0.1:1/nothing"
 
@@ -39,80 +34,6 @@ def refusal(**flags: Any) -> str:
     with pytest.raises(SetupError) as caught:
         configured(**flags)
     return str(caught.value)
-
-
-# --- the address that an instance advertises -----------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("listen", "advertised"),
-    [
-        ("127.0.0.1:8463", "127.0.0.1:9000"),
-        ("10.1.2.3:0", "10.1.2.3:9000"),
-        ("node-1.internal:8463", "node-1.internal:9000"),
-        ("[fd00::5]:8463", "[fd00::5]:9000"),
-    ],
-)
-def test_a_listener_with_a_host_advertises_that_host_and_the_bound_port(listen: str, advertised: str) -> None:
-    assert own_address(configured(server__listen=listen), 9000) == advertised
-
-
-def test_a_listener_on_all_addresses_advertises_the_address_this_machine_sends_from() -> None:
-    config = configured(server__listen="0.0.0.0:8463")
-    assert own_address(config, 9000, sources=[lambda _: "10.0.0.5", lambda _: "10.0.0.6"]) == "10.0.0.5:9000"
-    in_six = configured(server__listen="[::]:8463")
-    assert own_address(in_six, 9000, sources=[lambda _: "fd00::5"]) == "[fd00::5]:9000"
-
-
-def test_without_a_route_the_address_of_the_host_name_is_advertised() -> None:
-    def no_route(_: socket.AddressFamily) -> str:
-        raise OSError("Network is unreachable")
-
-    config = configured(server__listen="0.0.0.0:8463")
-    assert own_address(config, 9000, sources=[no_route, lambda _: "10.0.0.6"]) == "10.0.0.6:9000"
-
-
-def test_without_any_address_loopback_is_advertised_with_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = [lambda _: "127.0.1.1", lambda _: "169.254.3.3", lambda _: "0.0.0.0"]
-    caplog.set_level("WARNING", "duetime")
-    monkeypatch.setattr(log, "propagate", True)
-    assert own_address(configured(server__listen="0.0.0.0:8463"), 9000, sources=sources) == "127.0.0.1:9000"
-    assert own_address(configured(server__listen="[::]:8463"), 9000, sources=[]) == "[::1]:9000"
-    assert caplog.text.count("set cluster.advertise") == 2
-
-
-def test_the_address_found_for_this_machine_is_one_of_its_own() -> None:
-    address = own_address(configured(server__listen="0.0.0.0:8463"), 9000)
-    with socket.socket() as probe:
-        probe.bind((address.rpartition(":")[0], 0))
-
-
-@pytest.mark.parametrize(
-    ("advertise", "advertised"),
-    [
-        ("shop.example:80", "shop.example:80"),
-        ("10.0.0.5", "10.0.0.5:9000"),
-        ("[fd00::5]:80", "[fd00::5]:80"),
-        ("[fd00::5]", "[fd00::5]:9000"),
-        ("fd00::5", "[fd00::5]:9000"),
-    ],
-)
-def test_cluster_advertise_is_used_and_a_host_without_a_port_gets_the_bound_port(
-    advertise: str, advertised: str
-) -> None:
-    config = configured(server__listen="0.0.0.0:8463", cluster__advertise=advertise)
-    assert own_address(config, 9000) == advertised
-
-
-def test_the_ports_of_workers_follow_the_one_that_is_advertised() -> None:
-    config = configured(server__workers=3, cluster__worker_ports=7000, cluster__advertise="shop.example:80")
-    assert [own_address(config, 7000, worker=number) for number in (1, 2, 3)] == [
-        "shop.example:80",
-        "shop.example:81",
-        "shop.example:82",
-    ]
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -202,91 +123,6 @@ def test_a_worker_port_in_use_is_reported_before_a_worker_is_started() -> None:
         ports = {"server__listen": "127.0.0.1:0", "cluster__worker_ports": port}
         with pytest.raises(SetupError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
             run_workers(configured(server__workers=2, store__url=POSTGRES, **ports))
-
-
-# --- an instance that starts ---------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def starting(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An instance whose store opens only after the returned event is set."""
-    store = FaultyStore(MemoryStore())
-    may_go_on = store.hold("migrate")
-    monkeypatch.setattr("duetime.app.open_store", lambda url: store)
-    app = App(configured(server__listen="127.0.0.1:0"))
-    start = asyncio.ensure_future(app.start())
-    while not store.calls["migrate"]:
-        await asyncio.sleep(0)
-    http = HttpClient()
-    try:
-        yield app, http, may_go_on, start
-    finally:
-        may_go_on.set()
-        await start
-        await http.close()
-        await app.stop()
-
-
-async def test_requests_get_503_until_the_engine_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with starting(monkeypatch) as (app, http, may_go_on, start):
-        url = f"http://127.0.0.1:{app.address[1]}"
-        alive = await http.request("GET", f"{url}/healthz", timeout_ms=5_000)
-        ready = await http.request("GET", f"{url}/readyz", timeout_ms=5_000)
-        created = await http.request("POST", f"{url}/api/v1/timers/create", {}, b"{}", timeout_ms=5_000)
-        assert (alive.status, ready.status, ready.body) == (200, 503, b"not ready: starting\n")
-        assert created.status == 503
-        assert b'"not_applied"' in created.body
-        may_go_on.set()
-        await start
-        ready = await http.request("GET", f"{url}/readyz", timeout_ms=5_000)
-        assert ready.status == 200
-
-
-async def test_two_instances_that_start_at_once_on_an_empty_store_both_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both find no namespace `default`, and both set out to make it."""
-    store = FaultyStore(MemoryStore())
-    may_go_on = store.hold("put_namespace")
-    monkeypatch.setattr("duetime.app.open_store", lambda url: store)
-    apps = [App(configured(server__listen="127.0.0.1:0", engine__heartbeat_interval="50ms")) for _ in range(2)]
-    starts = [asyncio.ensure_future(app.start()) for app in apps]
-    while store.calls["put_namespace"] < 2:
-        await asyncio.sleep(0)
-    may_go_on.set()
-    await asyncio.gather(*starts)
-    for app in apps:
-        await app.stop()
-
-
-async def test_the_member_row_has_the_port_that_was_bound() -> None:
-    app = App(configured(server__listen="127.0.0.1:0", store__url="memory://"))
-    await app.start()
-    try:
-        assert app.advertised == f"127.0.0.1:{app.address[1]}"
-        assert app.address[1] != 0
-        http = HttpClient()
-        url = f"http://127.0.0.1:{app.address[1]}/api/v1/cluster/status"
-        status = await http.request("POST", url, {"content-type": "application/json"}, b"{}", timeout_ms=5_000)
-        await http.close()
-        assert f'"{app.advertised}"'.encode() in status.body
-    finally:
-        await app.stop()
-
-
-async def test_a_port_in_use_is_reported_before_the_store_is_opened(tmp_path: Path) -> None:
-    (taken,) = bind_sockets("127.0.0.1", 0)
-    with taken:
-        taken.listen()
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(SetupError, match=f"cannot listen on {listen}: Address already in use"):
-            await App(configured(server__listen=listen, store__url=f"sqlite:///{tmp_path}/timers.db")).start()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_every_address_of_a_host_is_bound_at_one_port() -> None:
-    sockets = bind_sockets("localhost", 0)
-    assert len({sock.getsockname()[1] for sock in sockets}) == 1
-    for sock in sockets:
-        sock.close()
 
 
 # --- the parent ----------------------------------------------------------------------------------
@@ -482,30 +318,3 @@ def test_workers_drain_if_the_parent_is_killed_after_a_restart(start: Any) -> No
     program.signal(signal.SIGKILL)
     assert program.end() == -signal.SIGKILL
     assert program.said.count("drained") == 2
-
-
-async def test_an_internal_error_in_the_engine_ends_the_process_with_an_error() -> None:
-    app = App(configured(server__listen="127.0.0.1:0", store__url="memory://"))
-    await app.start()
-    engine = app._engine
-    assert engine is not None
-
-    async def bug() -> None:
-        raise ZeroDivisionError("a bug")
-
-    stop = asyncio.Event()
-    serving = asyncio.ensure_future(_until_stop(app, stop))
-    await asyncio.sleep(0)
-    assert not serving.done()
-    engine._spawn(bug())
-    assert await serving == 1
-    await app.stop()
-
-
-async def test_a_stopped_process_ends_without_an_error() -> None:
-    app = App(configured(server__listen="127.0.0.1:0", store__url="memory://"))
-    await app.start()
-    stop = asyncio.Event()
-    stop.set()
-    assert await _until_stop(app, stop) == 0
-    await app.stop()

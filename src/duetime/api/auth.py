@@ -7,18 +7,18 @@ Only the SHA-256 of a token is configured. Verbs: `read` (get, list, status, met
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Collection
 from hashlib import sha256
 from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from duetime.config import Auth, Config, Token, split_advertise
+from duetime.addresses import is_loopback, is_loopback_host, split_advertise
+from duetime.config import Auth, Config, Token
 from duetime.errors import CrossOrigin, Forbidden, SetupError, Unauthenticated, UnknownHost
 from duetime.http.messages import Request
 
-__all__ = ["ANYONE", "Authenticator", "Caller", "check_binding", "hosts_of", "is_loopback", "split_listen"]
+__all__ = ["ANYONE", "Authenticator", "Caller", "check_binding", "hosts_of"]
 
 
 class Caller(Struct, frozen=True):
@@ -89,7 +89,7 @@ class Authenticator:
             self._known_hosts.add(sent)
 
     def _is_own_host(self, host: str) -> bool:
-        return _is_loopback_host(host) or host in self._hosts
+        return is_loopback_host(host) or host in self._hosts
 
     def caller(self, request: Request) -> Caller:
         if b"origin" in request.raw_headers:
@@ -157,27 +157,6 @@ def _host_of(header: str) -> str:
         return (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
         return ""
-
-
-def split_listen(listen: str) -> tuple[str, int]:
-    """ "127.0.0.1:8463" or "[::1]:8463" as host and port."""
-    host, colon, port = listen.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise SetupError(f'server.listen must be "host:port", as in "127.0.0.1:8463", not {listen!r}')
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def is_loopback(listen: str) -> bool:
-    return _is_loopback_host(split_listen(listen)[0])
-
-
-def _is_loopback_host(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_binding(config: Config) -> None:

@@ -58,8 +58,17 @@ _ANY_HOST_PATHS = frozenset({"/healthz", "/readyz"})
 class Api:
     """`admit` gets the head of each request of the HTTP server, `handle` the whole request if it was admitted."""
 
-    def __init__(self, service: Service, config: Config, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        service: Service,
+        config: Config,
+        telemetry: Telemetry,
+        *,
+        not_ready: Callable[[], str | None] | None = None,
+    ) -> None:
+        """`not_ready`: why the instance cannot serve, if not only the service knows."""
         self._service = service
+        self._not_ready = not_ready or service.readiness
         self._limits = config.limits
         self._request_bytes_max = config.server.request_bytes_max
         self._telemetry = telemetry
@@ -384,7 +393,7 @@ class Api:
         return Response(200, b"alive\n", TEXT, (("duetime-instance", self._service.as_peer().instance_id),))
 
     def _readyz(self, _: Request) -> Response:
-        reason = self._service.readiness()
+        reason = self._not_ready()
         if reason is None:
             return Response(200, b"ready\n", TEXT)
         return Response(503, f"not ready: {reason}\n".encode(), TEXT, (("retry-after", "1"),))

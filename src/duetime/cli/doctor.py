@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from duetime import __version__
-from duetime.api.auth import split_listen
+from duetime.addresses import split_listen
 from duetime.cli.broker_checks import check_brokers
 from duetime.cli.client_options import open_client
 from duetime.cli.diagnosis import (

@@ -14,13 +14,13 @@ def serve(arguments: Arguments) -> int:
     if arguments.paused:
         import asyncio
 
-        from duetime.app import pause_namespaces
+        from duetime.process import pause_namespaces
 
         asyncio.run(pause_namespaces(config))
     if config.server.workers > 1:
         from duetime.supervisor import run_workers
 
         return run_workers(config)
-    from duetime.app import run  # imports the whole server
+    from duetime.process import run  # imports the whole server
 
     return run(config)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from recording_service import configured
 
-from duetime.api.auth import ANYONE, Authenticator, Caller, check_binding, hosts_of, is_loopback, split_listen
+from duetime.addresses import is_loopback
+from duetime.api.auth import ANYONE, Authenticator, Caller, check_binding, hosts_of
 from duetime.config import Auth, Token, load_config
 from duetime.errors import Forbidden, SetupError, Unauthenticated, UnknownHost
 from duetime.http.messages import Request
@@ -224,31 +225,7 @@ def test_the_advertised_name_is_one_of_the_servers_own() -> None:
     assert hosts_of(config) == ("timers.internal", "timers-1.internal")
 
 
-# --- addresses to listen on ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("listen", "found"),
-    [
-        ("127.0.0.1:0", ("127.0.0.1", 0)),
-        ("127.0.0.1:65535", ("127.0.0.1", 65_535)),
-        ("[::1]:8463", ("::1", 8_463)),
-        ("duetime.example:80", ("duetime.example", 80)),
-    ],
-)
-def test_an_address_to_listen_on_is_split(listen: str, found: tuple[str, int]) -> None:
-    assert split_listen(listen) == found
-
-
-@pytest.mark.parametrize("listen", ["", ":", ":80", "host", "host:", "host:http", "host:-1", "host:65536", "host:８０"])
-def test_an_address_that_cannot_be_listened_on_is_refused(listen: str) -> None:
-    with pytest.raises(SetupError, match=r"server\.listen must be"):
-        split_listen(listen)
-
-
-def test_loopback_is_recognised_in_any_case() -> None:
-    assert is_loopback("LocalHost:80")
-    assert not is_loopback("localhost.example:80")
+# --- what may listen without tokens --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,9 +250,3 @@ def test_a_server_others_can_reach_must_have_tokens(listen: str, loopback: bool)
         with pytest.raises(SetupError, match="no tokens"):
             check_binding(open_config)
     check_binding(configured(token("root"), **{"server.listen": listen}))
-
-
-@pytest.mark.parametrize("listen", ["", "8463", ":8463", "127.0.0.1", "127.0.0.1:http", "127.0.0.1:99999"])
-def test_an_address_that_is_none_is_refused(listen: str) -> None:
-    with pytest.raises(SetupError, match=r"server\.listen"):
-        split_listen(listen)

@@ -83,6 +83,48 @@ async def test_connections_to_one_origin_stay_below_the_limit_and_every_call_get
         await client.close()
 
 
+async def test_a_connection_that_becomes_free_goes_to_one_call_only() -> None:
+    """The call that waits gets it, and no other that comes meanwhile."""
+    client = HttpClient(connections_per_origin_max=1)
+    asked, may_answer = asyncio.Queue[bytes](), asyncio.Semaphore(0)
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        while True:
+            body = (await server.read_request(reader)).rpartition(b"\r\n\r\n")[2]
+            asked.put_nowait(body)
+            await may_answer.acquire()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+
+    async with serving(echo) as server:
+        first = asyncio.create_task(post(client, server, body=b"first"))
+        assert await asked.get() == b"first"
+        second = asyncio.create_task(post(client, server, body=b"second"))
+        await asyncio.sleep(0)
+        may_answer.release()
+        assert (await first).body == b"first"
+        assert await asked.get() == b"second"
+        third = asyncio.create_task(post(client, server, body=b"third"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        may_answer.release()
+        assert (await second).body == b"second"
+        assert await asked.get() == b"third"
+        may_answer.release()
+        assert (await third).body == b"third"
+        assert server.connections == 1
+    await client.close()
+
+
+async def test_the_size_of_an_answer_is_counted_for_each_answer_of_a_connection() -> None:
+    client = HttpClient(body_bytes_max=10)
+    async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n12345678") as server:
+        for _ in range(3):
+            answer = await post(client, server)
+            assert (answer.body, answer.truncated) == (b"12345678", False)
+        assert server.connections == 1
+    await client.close()
+
+
 async def test_waiting_for_a_free_connection_ends_at_the_deadline_and_nothing_is_sent() -> None:
     client = HttpClient(connections_per_origin_max=1)
 

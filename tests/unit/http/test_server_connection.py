@@ -79,6 +79,17 @@ async def test_expect_100_continue_is_answered_before_the_body_comes() -> None:
         assert (await read_answer(reader))[2] == b"POST /p body"
 
 
+async def test_the_size_of_a_body_is_counted_for_each_request_of_a_connection() -> None:
+    async with serving(body_bytes_max=10) as server, connected(server) as (reader, writer):
+        for _ in range(3):
+            writer.write(post(b"12345678"))
+            assert (await read_answer(reader))[::2] == (200, b"POST /p 12345678")
+        chunked = "POST /p HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n8\r\n12345678\r\n0\r\n\r\n"
+        for _ in range(3):
+            writer.write(chunked.encode())
+            assert (await read_answer(reader))[::2] == (200, b"POST /p 12345678")
+
+
 async def test_a_body_announced_too_large_is_refused_before_it_is_sent() -> None:
     async with serving(body_bytes_max=10) as server, connected(server) as (reader, writer):
         writer.write(post(b"x" * 11, "/p", "expect: 100-continue")[:-11])
