@@ -340,6 +340,17 @@ class ReachedRows(Harness):
         assert sorted(await all_reached(store), key=lambda reached: reached.reached_at_ms) == ends
         assert await store.get_many([(0, waiting.key)]) == [Found(waiting, ends[-1])]
 
+    async def test_where_clocks_disagree_the_newest_reached_row_is_that_of_the_last_generation(
+        self, store: Store, fence: Fence
+    ) -> None:
+        """An owner whose clock was behind ended the later generation at an earlier time."""
+        before = make_reached(make_timer(generation=1), reached_at_ms=9_000, purge_at_ms=99_000)
+        after = make_reached(make_timer(generation=2, payload="2"), reached_at_ms=1_000, purge_at_ms=91_000)
+        last = make_reached(make_timer(generation=3, payload="3"), reached_at_ms=5_000, purge_at_ms=95_000)
+        for reached, newest in ((before, before), (after, after), (last, last)):
+            await commit_one(store, Batch(fence, reached=[reached]))
+            assert await store.get_many([(0, before.timer.key)]) == [Found(None, newest)]
+
     async def test_reached_rows_are_neither_loaded_nor_replaced_nor_deleted_as_timers(
         self, store: Store, fence: Fence
     ) -> None:
