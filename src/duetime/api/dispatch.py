@@ -68,7 +68,7 @@ class Api:
     ) -> None:
         """`not_ready`: why the instance cannot serve, if not only the service knows."""
         self._service = service
-        self._not_ready = not_ready or service.readiness
+        self._not_ready = not_ready
         self._limits = config.limits
         self._request_bytes_max = config.server.request_bytes_max
         self._telemetry = telemetry
@@ -393,7 +393,7 @@ class Api:
         return Response(200, b"alive\n", TEXT, (("duetime-instance", self._service.as_peer().instance_id),))
 
     def _readyz(self, _: Request) -> Response:
-        reason = self._not_ready()
+        reason = (self._not_ready or self._service.readiness)()
         if reason is None:
             return Response(200, b"ready\n", TEXT)
         return Response(503, f"not ready: {reason}\n".encode(), TEXT, (("retry-after", "1"),))
