@@ -31,7 +31,7 @@ from duetime.domain.settle import AttemptResult, Contact, Settlement, settle
 from duetime.domain.timer import Extras, Namespace, Timer, uuid_of
 from duetime.errors import SetupError
 from duetime.http.client import HttpClient, parse_target
-from duetime.signing import new_secret, verify
+from duetime.signing import SignatureError, new_secret, verify
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n" + b'{"ok":true}'
 FIRED_AT_MS = parse_instant("2027-01-01T09:00:00.012Z")
@@ -208,6 +208,25 @@ async def test_a_callback_is_signed_with_every_secret_of_the_namespace(webhook: 
     await webhook.deliver(attempt(timer(receiver.url), rotated))
     headers, body = receiver.requests[2]
     verify(body, headers, rotated.signing_secrets, now_s=FIRED_AT_MS / 1_000)
+
+
+async def test_after_each_rotation_of_secrets_a_callback_has_the_signatures_of_those_and_of_no_others(
+    webhook: Webhook, receiver: Receiver
+) -> None:
+    """Also of secrets whose keys are known from before, and after a namespace without secrets."""
+    old, new, other = (new_secret() for _ in range(3))
+    rotations: list[tuple[str, ...]] = [(old,), (old, new), (new,), (), (new, old), (other,), (old,), (new,)]
+    for revision, secrets in enumerate(rotations):
+        namespace = msgspec.structs.replace(NAMESPACE, signing_secrets=secrets, revision=revision)
+        await webhook.deliver(attempt(timer(receiver.url), namespace))
+        headers, body = receiver.requests.pop()
+        assert len(headers.get("webhook-signature", "").split()) == len(secrets)
+        for secret in (old, new, other):
+            if secret in secrets:
+                verify(body, headers, [secret], now_s=FIRED_AT_MS / 1_000)
+            else:
+                with pytest.raises(SignatureError):
+                    verify(body, headers, [secret], now_s=FIRED_AT_MS / 1_000)
 
 
 async def test_the_timers_own_headers_are_sent_and_bad_ones_in_an_old_row_are_not(
