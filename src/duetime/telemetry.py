@@ -120,7 +120,7 @@ class Telemetry:
         self.deleted = Counter("duetime_timers_deleted_total", "Deletes that were acknowledged.")
         self.attempts = Counter("duetime_attempts_total", "Delivery attempts that were started.")
         self.attempt_results = Counter("duetime_outcomes_total", "Attempts by their result.", "outcome")
-        self.outcomes = Counter("duetime_timers_reached_total", "Timers that were reached, by outcome.", "ending")
+        self.outcomes = Counter("duetime_timers_reached_total", "Timers that were reached, by outcome.", "outcome")
         self.stale_outcomes = Counter(
             "duetime_stale_outcomes_total", "Results of attempts whose timer was replaced or deleted in the meantime."
         )
