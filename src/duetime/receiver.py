@@ -27,7 +27,8 @@ class Callback(Struct, frozen=True, kw_only=True, rename="camel"):
 
     namespace: str
     timer_id: str
-    execute_at: datetime
+    scheduled_at: datetime  # the time that was asked for
+    execute_at: datetime  # when this attempt was due: for a retry, later
     fired_at: datetime
     attempt: int
     payload: Any = None

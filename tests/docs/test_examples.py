@@ -115,7 +115,8 @@ class receiving:
 # --- signatures, by hand -------------------------------------------------------------------------
 
 BODY = (
-    '{"namespace":"default","timerId":"Grüße","executeAt":"2027-01-01T09:00:00.000Z",'
+    '{"namespace":"default","timerId":"Grüße","scheduledAt":"2027-01-01T09:00:00.000Z",'
+    '"executeAt":"2027-01-01T09:00:00.000Z",'
     '"firedAt":"2027-01-01T09:00:00.002Z","attempt":1,"payload":null,"correlationId":null}'
 ).encode()
 

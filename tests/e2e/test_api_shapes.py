@@ -266,6 +266,7 @@ async def test_a_timer_goes_from_scheduled_over_in_flight_to_delivered(
     assert receiver.bodies[0].keys() == {
         "namespace",
         "timerId",
+        "scheduledAt",
         "executeAt",
         "firedAt",
         "attempt",

@@ -61,7 +61,7 @@ async def test_kill_9_loses_no_occurrence_and_repeats_none_under_another_id(
     assert [row["occurrence"] for row in await rows(api, "tick")] == list(range(1, 13))
     ids: dict[str, set[str]] = {}
     for request, body in zip(receiver.requests, receiver.bodies, strict=True):
-        ids.setdefault(body["executeAt"], set()).add(request.header(b"webhook-id") or "")
+        ids.setdefault(body["scheduledAt"], set()).add(request.header(b"webhook-id") or "")
         assert parse_instant(body["firedAt"]) >= parse_instant(body["executeAt"])
     assert sorted(ids) == expected
     assert all(len(of_occurrence) == 1 for of_occurrence in ids.values())

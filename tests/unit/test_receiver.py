@@ -15,7 +15,8 @@ from duetime.signing import check_secret, new_secret, sign
 NOW_S = 1_800_000_000
 SECRET = new_secret()
 BODY = (
-    b'{"namespace":"n","timerId":"t","executeAt":"2027-01-01T09:00:00.000Z","firedAt":"2027-01-01T09:00:00.003Z",'
+    b'{"namespace":"n","timerId":"t","scheduledAt":"2027-01-01T09:00:00.000Z",'
+    b'"executeAt":"2027-01-01T09:00:00.000Z","firedAt":"2027-01-01T09:00:00.003Z",'
     b'"attempt":2}'
 )
 

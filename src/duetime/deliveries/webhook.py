@@ -291,9 +291,12 @@ def _header_lines(headers: Mapping[str, str]) -> str:
 def _body(timer: Timer, fired_at_ms: int) -> bytes:
     """The payload is inserted byte for byte as it was received: the create has checked that it is JSON."""
     correlation = "null" if timer.correlation_id is None else _json(timer.correlation_id)
+    scheduled_at = execute_at = format_instant(timer.scheduled_at_ms)
+    if timer.execute_at_ms != timer.scheduled_at_ms:  # a retry
+        execute_at = format_instant(timer.execute_at_ms)
     return (
         f"{_body_start(timer.namespace)}{_json(timer.timer_id)},"
-        f'"executeAt":"{format_instant(timer.scheduled_at_ms)}","firedAt":"{_format_now(fired_at_ms)}",'
+        f'"scheduledAt":"{scheduled_at}","executeAt":"{execute_at}","firedAt":"{_format_now(fired_at_ms)}",'
         f'"attempt":{timer.attempts + 1},"payload":{timer.payload or "null"},"correlationId":{correlation}}}'
     ).encode()
 

@@ -185,6 +185,7 @@ def callback(**fields: Any) -> Request:
         "namespace": IDS[0],
         "timerId": ERROR,
         "attempt": 1,
+        "scheduledAt": "2027-01-01T09:00:00Z",
         "executeAt": "2027-01-01T09:00:00Z",
         "firedAt": "2027-01-01T09:00:00Z",
         "correlationId": ERROR,

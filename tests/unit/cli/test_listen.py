@@ -18,7 +18,8 @@ from duetime.http.messages import Request
 from duetime.signing import check_secret, new_secret, sign
 
 CALLBACK = (
-    b'{"namespace":"n","timerId":"t","attempt":1,"executeAt":"2027-01-01T09:00:00Z","firedAt":"2027-01-01T09:00:00Z"}'
+    b'{"namespace":"n","timerId":"t","attempt":1,"scheduledAt":"2027-01-01T09:00:00Z",'
+    b'"executeAt":"2027-01-01T09:00:00Z","firedAt":"2027-01-01T09:00:00Z"}'
 )
 
 

@@ -25,7 +25,8 @@ from duetime.clock import SystemClock
 from duetime.signing import check_secret, new_secret, sign
 
 BODY = (
-    b'{"namespace":"n","timerId":"t","executeAt":"2027-01-01T09:00:00.000Z","firedAt":"2027-01-01T09:00:00.003Z",'
+    b'{"namespace":"n","timerId":"t","scheduledAt":"2027-01-01T09:00:00.000Z",'
+    b'"executeAt":"2027-01-01T09:00:00.000Z","firedAt":"2027-01-01T09:00:00.003Z",'
     b'"attempt":2,"payload":{"a":1},"correlationId":"c"}'
 )
 

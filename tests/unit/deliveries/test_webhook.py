@@ -148,7 +148,8 @@ async def test_the_body_is_exactly_that_of_the_design(webhook: Webhook, receiver
     result = await webhook.deliver(attempt(timer(receiver.url, correlation_id='c"1', attempts=2)))
     assert result == AttemptResult(Contact.ANSWERED, 200, b'{"ok":true}')
     assert receiver.requests[0][1] == (
-        b'{"namespace":"orders","timerId":"order-17","executeAt":"2027-01-01T09:00:00.000Z",'
+        b'{"namespace":"orders","timerId":"order-17","scheduledAt":"2027-01-01T09:00:00.000Z",'
+        b'"executeAt":"2027-01-01T09:00:00.012Z",'
         b'"firedAt":"2027-01-01T09:00:00.012Z","attempt":3,"payload":{"order": 17,  "n":1.50},"correlationId":"c\\"1"}'
     )
 
@@ -156,7 +157,16 @@ async def test_the_body_is_exactly_that_of_the_design(webhook: Webhook, receiver
 async def test_payload_and_correlation_are_null_when_there_are_none(webhook: Webhook, receiver: Receiver) -> None:
     await webhook.deliver(attempt(timer(receiver.url, payload=None)))
     body = msgspec.json.decode(receiver.requests[0][1])
-    assert list(body) == ["namespace", "timerId", "executeAt", "firedAt", "attempt", "payload", "correlationId"]
+    assert list(body) == [
+        "namespace",
+        "timerId",
+        "scheduledAt",
+        "executeAt",
+        "firedAt",
+        "attempt",
+        "payload",
+        "correlationId",
+    ]
     assert (body["payload"], body["correlationId"], body["attempt"]) == (None, None, 1)
 
 
