@@ -29,6 +29,7 @@ from real_server import until, wall_ms
 from scripts.gate.record import FinalFailure
 from scripts.servers import Kafka, Link, Nats
 
+from duetime.brokers.kafka import _stop_producer
 from duetime.domain.instants import format_instant, parse_instant
 from duetime.testing.checker import Callback, ClientRequest, Kind, Result, find_violations
 from servers import require
@@ -50,6 +51,7 @@ _AT_ONCE: Final = 500
 _PUBLISH_SECONDS: Final = 3.0
 _READ_AT_ONCE: Final = 2_000
 _READ_SECONDS: Final = 5.0
+_PRODUCER_SECONDS: Final = 15.0  # without an acknowledgement, after which a producer of Kafka is replaced
 
 
 def schedule_timer(
@@ -327,6 +329,7 @@ class KafkaBroker(Broker):
         self._link = link
         self._prefix = f"test{random.getrandbits(32):08x}"
         self._producer: AIOKafkaProducer | None = None
+        self._stored_at = 0.0  # by the loop's clock; or when the producer was started
         self._reader: AIOKafkaConsumer | None = None
         self._read: dict[TopicPartition, int] = defaultdict(int)
 
@@ -357,13 +360,25 @@ class KafkaBroker(Broker):
             await admin.close()
 
     async def _publish_one(self, tenant: str, key: str, body: bytes) -> None:
+        producer: AIOKafkaProducer | None = None
         while True:
             try:
                 producer = await self._started_producer()
                 await producer.send_and_wait(f"{self._prefix}.commands.{tenant}", body, key=key.encode())
+                self._stored_at = asyncio.get_running_loop().time()
                 return
-            except (TimeoutError, *self._errors):
+            except (TimeoutError, *self._errors) as error:
+                silent = asyncio.get_running_loop().time() - self._stored_at
+                if silent > _PRODUCER_SECONDS or not getattr(error, "retriable", True):
+                    await self._replace(producer)
                 await asyncio.sleep(0.1)
+
+    async def _replace(self, producer: AIOKafkaProducer | None) -> None:
+        """An idempotent producer numbers its messages. After one was given up, the broker can refuse all later ones."""
+        async with self._connecting:
+            if producer is not None and producer is self._producer:
+                self._producer = None
+                await _stop_producer(producer, answers=False)
 
     async def _started_producer(self) -> AIOKafkaProducer:
         async with self._connecting:
@@ -376,7 +391,7 @@ class KafkaBroker(Broker):
                     max_batch_size=262_144,
                 )
                 await producer.start()
-                self._producer = producer
+                self._producer, self._stored_at = producer, asyncio.get_running_loop().time()
         return self._producer
 
     async def _read_events(self, into: list[Stored]) -> None:

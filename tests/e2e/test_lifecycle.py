@@ -348,7 +348,8 @@ async def test_a_callback_that_asks_for_another_time_is_called_again_then(
     await receiver.received(3)
     first, second, third = receiver.bodies
     assert [body["attempt"] for body in receiver.bodies] == [1, 1, 2]
-    assert second["executeAt"] == third["executeAt"] == format_instant(again_ms)
+    assert second["scheduledAt"] == third["scheduledAt"] == second["executeAt"] == format_instant(again_ms)
+    assert third["executeAt"] == format_instant(once_more_ms)
     assert parse_instant(second["firedAt"]) >= again_ms
     assert parse_instant(third["firedAt"]) >= once_more_ms
     ids = [request.header(b"webhook-id") for request in receiver.requests]

@@ -362,7 +362,11 @@ async def test_after_a_restart_of_the_server_all_of_it_works_again(caplog: pytes
             await commands.receive(1, MEGABYTE)
         await commands.open()
         await send(session_of(connection), b"after")
-        assert bodies(await receive(commands, 1)) == [b"after"]
+        received: list[bytes] = []
+        async with asyncio.timeout(20):
+            while b"after" not in received:  # the first was not acknowledged: on a slow machine it comes again
+                received += bodies(await commands.receive(10, MEGABYTE))
+        assert set(received) <= {b"before", b"after"}
         assert (await nats.deliver(attempt(due()))).contact is Contact.ACCEPTED
         await kept.close()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -253,8 +253,9 @@ async def test_the_timers_own_headers_are_sent_and_bad_ones_in_an_old_row_are_no
 
 async def test_instants_are_formatted_alike_over_a_day_of_odd_times(webhook: Webhook, receiver: Receiver) -> None:
     for at in ("1970-01-01T00:00:00.000Z", "2000-02-29T23:59:59.999Z", "2000-02-29T23:59:59.001Z"):
-        await webhook.deliver(attempt(timer(receiver.url, scheduled_at_ms=parse_instant(at))))
-        assert msgspec.json.decode(receiver.requests[-1][1])["executeAt"] == at
+        for field, name in (("scheduled_at_ms", "scheduledAt"), ("execute_at_ms", "executeAt")):
+            await webhook.deliver(attempt(timer(receiver.url, **{field: parse_instant(at)})))
+            assert msgspec.json.decode(receiver.requests[-1][1])[name] == at
 
 
 # --- begin ---------------------------------------------------------------------------------------
