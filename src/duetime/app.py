@@ -123,9 +123,10 @@ class App:
             # outcome of such a command would be unknown to its sender.
             await asyncio.sleep(2 * self.config.engine.heartbeat_interval.seconds)
 
-    async def stop(self) -> None:
-        """Stops accepting timers, drains, settles and commits, releases the shards and leaves the cluster."""
-        await self.parts.end()
+    async def stop(self) -> bool:
+        """Stops accepting timers, drains, settles and commits, releases the shards and leaves the cluster. False: a
+        part could not, and the log says why."""
+        return await self.parts.end()
 
     def reload_certificate(self) -> None:
         """Use the files of the TLS certificate as they are now, for new connections."""

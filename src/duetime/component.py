@@ -114,20 +114,19 @@ class Components:
             for task in waiting:
                 task.cancel()
 
-    async def end(self) -> None:
-        """An error of one part does not keep the others from ending."""
-        if self._ended:
-            return
+    async def end(self) -> bool:
+        """An error of one part does not keep the others from ending. False: there was one, and the log has it."""
+        parts = [] if self._ended else list(reversed(self._begun))
         self._ended = True
-        for part in reversed(self._begun):
-            await self._within_deadline(part, part.drain, "drain")
-        for part in reversed(self._begun):
-            await self._within_deadline(part, part.stop, "stop")
+        drained = [await self._within_deadline(part, part.drain, "drain") for part in parts]
+        stopped = [await self._within_deadline(part, part.stop, "stop") for part in parts]
+        return all(drained + stopped)
 
-    async def _within_deadline(self, part: Component, step: Step, verb: str) -> None:
+    async def _within_deadline(self, part: Component, step: Step, verb: str) -> bool:
         try:
             async with asyncio.timeout(self._seconds_to_end) as deadline:
                 await step()
+            return True
         except TimeoutError:
             if not deadline.expired():
                 log.exception("cannot %s %s: the others go on", verb, part.name)
@@ -135,3 +134,4 @@ class Components:
                 log.error("%s did not %s within %.0f s: the others go on", part.name, verb, self._seconds_to_end)
         except Exception:
             log.exception("cannot %s %s: the others go on", verb, part.name)
+        return False

@@ -88,9 +88,9 @@ async def _serve(config: Config, sizes: Sizes, worker: Worker | None) -> int:
     scheme = "https" if config.server.tls_certificate else "http"
     log.info("serving on %s://%s:%d%s", scheme, *app.address, _serving_details(app))
     code = await _until_stop(app, stop)
-    await app.stop()
+    ended = await app.stop()
     log.info("stopped")
-    return code
+    return code if ended else 1
 
 
 async def _until_stop(app: App, stop: asyncio.Event) -> int:

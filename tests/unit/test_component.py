@@ -25,7 +25,7 @@ async def test_parts_begin_in_order_and_all_drain_before_the_first_stops() -> No
     parts = Components(seconds_to_end=10)
     for name in ("store", "engine", "listener"):
         await parts.begin(noted(story, name))
-    await parts.end()
+    assert await parts.end()
     assert story == [
         *("start store", "start engine", "start listener"),
         *("drain listener", "drain engine", "drain store"),
@@ -65,7 +65,7 @@ async def test_an_error_of_one_part_does_not_keep_the_others_from_ending(
 
     await parts.begin(noted(story, "store"))
     await parts.begin(Part("engine", drain=fail, stop=fail))
-    await parts.end()
+    assert not await parts.end()
     assert story == ["start store", "drain store", "stop store"]
     assert "cannot drain engine: the others go on" in caplog.text
     assert "cannot stop engine: the others go on" in caplog.text
@@ -83,7 +83,7 @@ async def test_a_part_that_does_not_end_is_cancelled_at_its_deadline(
 
     await parts.begin(noted(story, "store"))
     await parts.begin(Part("engine", drain=hang))
-    await parts.end()
+    assert not await parts.end()
     assert story == ["start store", "drain store", "stop store"]
     assert "engine did not drain within 0 s: the others go on" in caplog.text
 

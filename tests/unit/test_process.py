@@ -9,8 +9,9 @@ import pytest
 
 from duetime.app import App
 from duetime.config import Config, load_config
+from duetime.descriptors import size
 from duetime.engine.engine import Engine
-from duetime.process import _until_stop
+from duetime.process import _serve, _until_stop
 from duetime.telemetry import log
 
 
@@ -39,6 +40,22 @@ async def test_an_internal_error_in_the_engine_ends_the_process_with_an_error(
     assert "stopping after an internal error in the engine" in caplog.text
     assert app.parts.not_ready() == "ended by an internal error: the log says which; restart this instance"
     await app.stop()
+
+
+async def test_a_process_of_which_a_part_cannot_end_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever restarts it must not take it for one that has drained."""
+
+    async def bug(_: Engine) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def at_once(*_: object) -> int:
+        return 0
+
+    config = configured(server__listen="127.0.0.1:0", store__url="memory://")
+    monkeypatch.setattr("duetime.process._until_stop", at_once)
+    assert await _serve(config, size(None, config), None) == 0
+    monkeypatch.setattr(Engine, "stop", bug)
+    assert await _serve(config, size(None, config), None) == 1
 
 
 async def test_a_stopped_process_ends_without_an_error() -> None:

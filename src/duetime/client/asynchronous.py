@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, Self, TypeVar, Unpack
 
 from duetime.client.calls import Calls
-from duetime.client.errors import CallKind, ConnectionFailed
+from duetime.client.errors import CallKind, ConnectionFailed, outcome_unknown
 from duetime.client.models import (
     ClusterStatus,
     Created,
@@ -232,6 +232,10 @@ class AsyncClient:
             timer = await self.get(timer_id, namespace=namespace)
         except NotFound:
             return Verdict.ALREADY_REACHED
+        except DuetimeError as error:  # the token may not read, for example: that says nothing about the delete
+            raise outcome_unknown(
+                f"the timer is over, but whether this call cancelled it cannot be read: {error.detail}"
+            ) from error
         if timer.state is not State.CANCELLED:
             return Verdict.ALREADY_REACHED
         return Verdict.IN_FLIGHT if timer.attempts else Verdict.CANCELLED

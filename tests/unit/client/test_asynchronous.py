@@ -12,6 +12,7 @@ from duetime.client import (
     AsyncClient,
     InvalidField,
     NewTimer,
+    OutcomeUnknown,
     RetryPolicy,
     Schedule,
     State,
@@ -228,6 +229,19 @@ async def test_a_delete_whose_response_was_lost_still_returns_cancelled(peer: Pe
     delivered = timer_json(state="delivered", outcome="delivered")
     peer.script = [LOST, Answer({"verdict": "alreadyReached"}), Answer({"timer": delivered})]
     assert await client.delete("a") is Verdict.ALREADY_REACHED
+
+
+async def test_a_delete_whose_response_was_lost_is_unknown_if_the_timer_cannot_be_read(
+    peer: Peer, client: AsyncClient
+) -> None:
+    """A token for writing only. Neither Forbidden nor ConnectionFailed would be true of the delete."""
+    forbidden = Answer(problem(403, "forbidden"), 403)
+    peer.script = [LOST, Answer({"verdict": "alreadyReached"}), forbidden]
+    with pytest.raises(OutcomeUnknown, match="the timer is over, but whether this call cancelled it cannot be read"):
+        await client.delete("a")
+    peer.script = [LOST, Answer({"results": [{"verdict": "alreadyReached"}]}), forbidden]
+    [result] = await client.delete_many(["a"])
+    assert isinstance(result, OutcomeUnknown)
 
 
 async def test_a_delete_that_was_certainly_not_applied_before_asks_for_nothing(peer: Peer, client: AsyncClient) -> None:
